@@ -1,0 +1,114 @@
+"""Calls of mixed shapes under hepatch: memory and recordings must be flat after the first third, and stopped rows must be right.
+
+The first calls visit the extremes (shortest and longest prompt, longest answer, every batch) twice, so that every cache size and every
+region key is met early; the others are drawn. Every fifth call is followed by a training step. Every third drawn call is made again with
+end tokens taken from its own answer, at another position for each row: a row must be padding after its first end token.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import memory
+from benchmarks.workload import SEED, Workload, build_prompts, generate_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.systems import Hepatch
+
+PAD = 1
+FLAT_MIB = 4.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: rows, prompt columns, most new tokens, whether end tokens are set."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    stops: bool = False
+
+
+def schedule(workload: Workload, count: int) -> list[Shape]:
+    """`count` shapes, the same for every run."""
+    draw = random.Random(SEED)
+    (shortest, longest), (fewest, most) = workload.mixed_prompt_tokens, workload.mixed_new_tokens
+    shapes = [Shape(batch, prompt, most) for batch in workload.mixed_batches for prompt in (shortest, longest) for _ in range(2)]
+    while len(shapes) < count:
+        shape = Shape(draw.choice(workload.mixed_batches), draw.randint(shortest, longest), draw.randint(fewest, most))
+        shapes.append(shape)
+        if len(shapes) % 3 == 0 and shape.new_tokens > 2:
+            shapes.append(Shape(shape.batch, shape.prompt_tokens, shape.new_tokens, stops=True))
+    return shapes[:count]
+
+
+def stops_rightly(tokens: torch.Tensor, ends: list[int], shape: Shape) -> bool:
+    """Whether every row is padding after its first end token and the answer is cut where the last row ends."""
+    new = [row[shape.prompt_tokens :] for row in tokens.tolist()]
+    lengths = [next((index + 1 for index, token in enumerate(row) if token in ends), shape.new_tokens) for row in new]
+    padded = all(set(row[length:]) <= {PAD} for row, length in zip(new, lengths, strict=True))
+    return padded and len(new[0]) == max(lengths)
+
+
+def run(system: Hepatch, count: int) -> dict[str, Any]:
+    """Makes the calls; returns the trace of memory and counters and the verdicts."""
+    workload, device = system.workload, system.device
+    trace: list[dict[str, Any]] = []
+    stopped_calls = wrong_stops = same_tokens = compared_tokens = 0
+    never = workload.vocab_size - 1
+    answer: torch.Tensor | None = None
+    for index, shape in enumerate(schedule(workload, count)):
+        if index and index % 5 == 0 and not shape.stops:  # a stopped call repeats the call before it: same weights
+            system.train_step(system.rollout())
+            system.engine.eval()
+        ids = build_prompts(workload, device, shape.batch, shape.prompt_tokens)
+        ends = [never]
+        if shape.stops and answer is not None:
+            produced = answer.shape[1] - shape.prompt_tokens
+            columns = [shape.prompt_tokens + (2 + row * 7) % produced for row in range(shape.batch)]
+            ends += sorted({int(answer[row, column]) for row, column in enumerate(columns)})
+        arguments = {**generate_arguments(shape.new_tokens), "min_new_tokens": 0, "eos_token_id": ends}
+        tokens = system.generate(ids, **arguments).cpu()
+        wrong_stops += not stops_rightly(tokens, ends, shape)
+        if shape.stops and answer is not None:
+            stopped_calls += 1
+            common = min(tokens.shape[1], answer.shape[1])
+            live = tokens[:, shape.prompt_tokens : common] != PAD
+            same_tokens += int((tokens == answer[:, : tokens.shape[1]])[:, shape.prompt_tokens : common][live].sum())
+            compared_tokens += int(live.sum())
+        answer = tokens
+        gc.collect()
+        reading, report = memory.read(), system.report()
+        trace.append(
+            {
+                "batch": shape.batch,
+                "prompt_tokens": shape.prompt_tokens,
+                "new_tokens": tokens.shape[1] - shape.prompt_tokens,
+                "allocated_mib": round(reading.allocated, 2),
+                "reserved_mib": round(reading.reserved, 2),
+                "graph_pool_mib": round(reading.pool_reserved, 2),
+                "cache_mib": report["cache_mib"],
+                "recordings": report["recordings"],
+                "compilations": report["compilations"],
+            }
+        )
+    report = system.report()
+    third, last = trace[len(trace) // 3], trace[-1]
+    growth = {key: round(last[key] - third[key], 2) for key in ("allocated_mib", "reserved_mib", "graph_pool_mib", "cache_mib")}
+    return {
+        "calls": len(trace),
+        "growth_after_first_third_mib": growth,
+        "recordings": [third["recordings"], last["recordings"]],
+        "compilations": [third["compilations"], last["compilations"]],
+        "recoveries": report["recoveries"],
+        "calls_with_early_stops": stopped_calls,
+        "calls_stopped_wrongly": wrong_stops,
+        "tokens_equal_to_unstopped_call": [same_tokens, compared_tokens],
+        "flat": max(growth.values()) <= FLAT_MIB and third["recordings"] == last["recordings"] and report["recoveries"] == 0,
+        "trace": trace,
+    }

@@ -1,0 +1,97 @@
+"""Where a decode step's time goes: kernels, host, compiler. Per-step numbers are differences between a long and a short call."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.systems import System
+
+
+def _kernels(system: System, new_tokens: int) -> dict[str, list[float]]:
+    """Kernel name to [count, microseconds] over one call."""
+    import torch
+    from torch.autograd.profiler_util import FunctionEvent
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        system.rollout(new_tokens)
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    events: list[FunctionEvent] = list(profiler.events() or [])
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = found[event.name]
+            entry[0] += 1
+            entry[1] += event.time_range.elapsed_us()
+    return found
+
+
+def _wall_ms(system: System, new_tokens: int, repeats: int = 3) -> float:
+    from benchmarks.systems import synchronize
+
+    times = []
+    for _ in range(repeats):
+        synchronize(system.device)
+        started = time.perf_counter()
+        system.rollout(new_tokens)
+        synchronize(system.device)
+        times.append((time.perf_counter() - started) * 1e3)
+    return min(times)
+
+
+def profile_step(system: System, top: int = 25) -> dict[str, Any]:
+    """Kernels and device time per decode step (GPU only), wall time per step, and the host functions that a call spends its time in."""
+    long, short = system.workload.new_tokens, max(system.workload.new_tokens // 2, 2)
+    steps = long - short
+    result: dict[str, Any] = {"steps": steps, "wall_ms_per_step": (_wall_ms(system, long) - _wall_ms(system, short)) / steps}
+    if system.device != "cpu":
+        many, few = _kernels(system, long), _kernels(system, short)
+        rows = []
+        for name, (count, microseconds) in many.items():
+            earlier = few.get(name, [0, 0.0])
+            rows.append((name[:140], (count - earlier[0]) / steps, (microseconds - earlier[1]) / steps))
+        rows.sort(key=lambda row: -row[2])
+        result["kernels_per_step"] = round(sum(row[1] for row in rows), 1)
+        result["kernel_ms_per_step"] = sum(row[2] for row in rows) / 1e3
+        result["kernels"] = [
+            {"name": name, "per_step": round(count, 2), "us_per_step": round(us, 2)} for name, count, us in rows[:top]
+        ]
+    host = cProfile.Profile()
+    host.enable()
+    system.rollout()
+    host.disable()
+    text = io.StringIO()
+    pstats.Stats(host, stream=text).strip_dirs().sort_stats("tottime").print_stats(top)
+    result["host"] = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    return result
+
+
+def compile_times(top: int = 20) -> dict[str, float]:
+    """Seconds that this process spent in the compiler's phases, the longest first; phases contain one another."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    totals = {name: round(sum(seconds), 3) for name, seconds in compilation_time_metrics.items()}
+    return dict(sorted(totals.items(), key=lambda item: -item[1])[:top])
+
+
+def copy_tb_per_s(gib: int = 2) -> float:
+    """Device-to-device copy in TB/s, bytes read plus written, median of nine; the ceiling that decode is compared with."""
+    import torch
+
+    source = torch.empty(gib * 2**30, dtype=torch.uint8, device="cuda").random_(0, 256)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 2 * gib * 2**30 / sorted(times[1:])[4] / 1e9

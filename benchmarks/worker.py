@@ -1,0 +1,136 @@
+"""One system in one process: builds it, then obeys commands that come over a pipe, so that the systems' timed calls can take turns."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks import margins, memory, mixed, profiling
+from benchmarks.systems import SYSTEMS, Hepatch, System, synchronize
+from benchmarks.workload import Workload, fingerprint
+
+
+class Commands:
+    """What the parent may ask for; every method returns plain data."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.start = memory.Reading(0, 0, 0, 0, 0)
+
+    def build(self) -> dict[str, Any]:
+        """Model and engine; the memory reading after it is the floor that `extra_mib` is counted from."""
+        self.system.build()
+        weights = fingerprint(self.system.engine.module)
+        synchronize(self.system.device)
+        return {"initialize_s": round(self.system.initialize_s, 2), "weights": weights, "versions": versions()}
+
+    def generate(self, new_tokens: int | None = None) -> float:
+        """ms of one call of the timed workload, the device idle before and after."""
+        synchronize(self.system.device)
+        started = time.perf_counter()
+        self.system.rollout(new_tokens)
+        synchronize(self.system.device)
+        return (time.perf_counter() - started) * 1e3
+
+    def first_call(self) -> dict[str, Any]:
+        """The process's first generate, then a second: compile and record times."""
+        memory.settle()
+        self.start = memory.read()
+        memory.reset_peak()
+        first_s = self.generate() / 1e3
+        peak = memory.peak()
+        second_s = self.generate() / 1e3
+        return {
+            "first_call_s": round(first_s, 3),
+            "second_call_s": round(second_s, 3),
+            "first_call_peak_allocated_mib": round(peak - self.start.allocated, 1),
+            "compile_times_s": profiling.compile_times(),
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """The memory fields, over one warmed-up call."""
+        memory.reset_peak()
+        self.system.rollout()
+        return memory.extra(self.start, memory.read(), memory.peak(), self.system.cache_mib())
+
+    def tokens(self) -> list[list[int]]:
+        """Prompt and answer of the timed call."""
+        rows: list[list[int]] = self.system.rollout().tolist()
+        return rows
+
+    def compare(self, reference: list[list[int]], candidate: list[list[int]]) -> dict[str, Any]:
+        """Token agreement of two answers, judged with this process's weights."""
+        import torch
+
+        tensors = (torch.tensor(rows, device=self.system.device) for rows in (reference, candidate))
+        result = margins.compare(self.system.engine.module, self.system.workload, *tensors)
+        memory.settle()
+        return result
+
+    def iterations(self, count: int) -> list[dict[str, float]]:
+        """`count` RLHF-shaped iterations after one unmeasured (the optimizer's first step allocates its state)."""
+        measured = [self.system.iteration() for _ in range(count + 1)][1:]
+        self.system.engine.eval()
+        return measured
+
+    def mixed(self, count: int) -> dict[str, Any]:
+        """The mixed calls (hepatch only)."""
+        assert isinstance(self.system, Hepatch)
+        return mixed.run(self.system, count)
+
+    def report(self) -> dict[str, Any]:
+        """hepatch's own report (hepatch only)."""
+        assert isinstance(self.system, Hepatch)
+        return {**self.system.report(), "text": str(self.system.hepatch.report(self.system.engine))}
+
+    def profile(self) -> dict[str, Any]:
+        """Where a step's time goes."""
+        return profiling.profile_step(self.system)
+
+    def copy_rate(self) -> float:
+        """The device's copy bandwidth in TB/s."""
+        rate = profiling.copy_tb_per_s()
+        memory.settle()
+        return rate
+
+
+def versions() -> dict[str, str | None]:
+    """What ran, as this process sees it."""
+    import deepspeed
+    import torch
+    import transformers
+
+    found: dict[str, str | None] = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+    }
+    if "hepatch" in sys.modules:
+        found["hepatch"] = sys.modules["hepatch"].__version__
+    if torch.cuda.is_available():
+        import triton
+
+        found["triton"] = triton.__version__
+    return found
+
+
+def serve(connection: Connection, name: str, workload: Workload, device: str, environment: dict[str, str], log: Path, build_op: bool) -> None:
+    """Entry of the process. Answers each `(command, arguments)` with `("ok", result)` or `("error", traceback)`; None ends it."""
+    os.environ.update(environment)
+    with log.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    commands = Commands(SYSTEMS[name](workload, device, build_op=build_op))
+    while (message := connection.recv()) is not None:
+        command, arguments = message
+        try:
+            connection.send(("ok", getattr(commands, command)(*arguments)))
+        except Exception:
+            connection.send(("error", traceback.format_exc()))

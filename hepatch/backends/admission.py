@@ -1,0 +1,79 @@
+"""Admission of a model to the native backend, by behaviour.
+
+Before anything is compiled, a short left-padded prompt and two decode steps run through `NativeForward` and through the model's
+own forward without a cache. A model whose masks or positions depend on something that `NativeForward` does not hand over shows
+here, and keeps its own path. Nothing random is drawn and no weight is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hepatch import probes
+from hepatch.backends.native import NativeForward, StepView
+from hepatch.backends.static_kv import Capacity, StaticKV
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT, STEPS, PADDING = 6, 2, 2
+# Largest difference allowed, relative to the largest logit: rounding of two orders of summation, not a wrong mask, which is off by
+# far more. By dtype of the logits.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def obstacle(forward: NativeForward, device: torch.device) -> str | None:
+    """Why the model is not admitted, naming it, or None.
+
+    Args:
+        forward: the model's forward over a static cache.
+        device: where the weights are.
+    """
+    name = type(forward.model).__name__
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            worst = max(_differences(forward, device))
+    except Exception as error:
+        return f"{name} does not decode over a static cache ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
+    if worst <= 1.0:
+        return None
+    return f"{name} over a static cache differs from itself without one, by {worst:.1f} times what rounding explains"
+
+
+def _differences(forward: NativeForward, device: torch.device) -> Iterator[float]:
+    """For the prompt and each step: largest difference of logits, in units of the tolerance."""
+    model = forward.model
+    total = PROMPT + STEPS
+    ids = (torch.arange(2 * total, device=device).view(2, total) * 7 + 3) % min(probes.vocabulary(model), 997)
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    kv = StaticKV(probes.layer_count(model))
+    kv.reserve(Capacity(rows=2, length=16))
+    logits = forward.prefill(kv, ids[:, :PROMPT], mask[:, :PROMPT], positions[:, :PROMPT])
+    yield _difference(logits, _reference(forward, ids, mask, positions, PROMPT))
+    view = StepView()
+    view.rows, view.window = torch.arange(2, device=device), 16
+    cache = forward.decode_cache(kv, view)
+    open_mask = torch.ones(2, 16, dtype=torch.long, device=device)
+    open_mask[:, :total] = mask
+    for step in range(PROMPT, total):
+        view.position = torch.tensor([step], device=device)
+        logits = forward.decode(cache, view, ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
+        yield _difference(logits, _reference(forward, ids, mask, positions, step + 1))
+
+
+def _reference(
+    forward: NativeForward, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, length: int
+) -> torch.Tensor:
+    return forward.without_cache(ids[:, :length], mask[:, :length], positions[:, :length])
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    allowed = TOLERANCE.get(expected.dtype, TOLERANCE[torch.bfloat16])
+    scale = expected.float().abs().max().clamp_min(1.0)
+    difference = (found.float() - expected.float()).abs().max() / (scale * allowed)
+    # A comparison with NaN is never true: NaN must not pass.
+    return float(torch.nan_to_num(difference, nan=float("inf")))

@@ -1,0 +1,220 @@
+"""The native backend: the model's own layers over a static KV cache.
+
+Prefill runs eagerly and is, operation for operation, what transformers' own prefill over an empty dynamic cache is; its
+keys and values are copied into the static buffers on the way. Decode steps go through layers that write one position of
+the whole buffer and read a slice of it.
+
+The model is given a full-length 2D mask and the position as a tensor, so that it builds its own mask: sliding windows,
+eager attention's additive masks and Bloom's alibi all come out as the model means them. Every layer keeps its full length;
+where the model has a sliding window its own mask applies it. Columns beyond the position are open in the 2D mask and closed
+by the causal rule; `admit` checks by behaviour that a model really closes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hepatch import probes
+
+if TYPE_CHECKING:
+    from hepatch.backends.static_kv import StaticKV
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """What both kinds of layer answer to transformers. It never owns memory; the `StaticKV` does."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, kv: StaticKV, index: int) -> None:
+        super().__init__()
+        self.kv = kv
+        self.index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the `StaticKV` allocates."""
+
+    def get_max_length(self) -> int:
+        """The longest sequence that fits (transformers 5)."""
+        assert self.kv.capacity is not None
+        return self.kv.capacity.length
+
+    def get_max_cache_shape(self) -> int:
+        """The longest sequence that fits (transformers 4)."""
+        return self.get_max_length()
+
+
+class PromptLayer(_Layer):
+    """A layer during prefill: looks like an empty dynamic cache and copies what it is given."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores `[batch, heads, prompt, dim]` and returns it."""
+        self.kv.write_prompt(self.index, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Nothing has been cached before a prompt."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Key length and offset; transformers 4 hands over the positions instead of their number."""
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
+
+
+class StepView:
+    """What a decode step looks at, set at the top of every step and read by its layers.
+
+    Attributes:
+        rows: int64 `[live rows]`, 0 and up.
+        window: how many positions are read, symbolic while tracing.
+        position: int64 `[1]`, the position that this step writes.
+    """
+
+    rows: torch.Tensor
+    window: int
+    position: torch.Tensor
+
+
+class DecodeLayer(_Layer):
+    """A layer during a decode step."""
+
+    is_compileable = True
+
+    def __init__(self, kv: StaticKV, index: int, view: StepView) -> None:
+        super().__init__(kv, index)
+        self.view = view
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes `[live rows, heads, 1, dim]` at the position and returns the window `[live rows, heads, window, dim]`."""
+        keys, values = self.kv.keys[self.index], self.kv.values[self.index]
+        assert keys is not None
+        assert values is not None
+        view = self.view
+        live, heads = key_states.shape[0], key_states.shape[1]
+        index = (
+            view.rows[:, None],
+            torch.arange(heads, device=key_states.device)[None, :],
+            view.position.view(1, 1),
+        )
+        # Into the whole buffer: through a slice, functionalisation would copy the cache at every step.
+        keys.index_put_(index, key_states[:, :, 0].to(keys.dtype))
+        values.index_put_(index, value_states[:, :, 0].to(values.dtype))
+        return keys[:live, :, : view.window], values[:live, :, : view.window]
+
+    def get_seq_length(self, *args: Any) -> torch.Tensor:
+        """Tokens cached before this step, as a tensor: the query's offset in the model's causal mask."""
+        return self.view.position[0]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Key length and offset."""
+        return self.view.window, 0
+
+
+class NativeForward:
+    """A model's forward over a static KV cache, for prompts and for single steps.
+
+    Args:
+        model: a causal LM of transformers. Kept by reference; nothing is set on it.
+
+    Source: the parameters of ``forward`` (``cache`` since transformers 5.20, ``past_key_values`` before; ``cache_position`` up
+    to 5.17) are probed, never inferred from a version.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        parameters = probes.forward_parameters(model)
+        self._cache_keyword = probes.cache_keyword(model)
+        self._takes_position_ids = "position_ids" in parameters
+        self._takes_cache_position = "cache_position" in parameters
+        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def prefill(
+        self, kv: StaticKV, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs a prompt eagerly.
+
+        Args:
+            kv: where keys and values go.
+            input_ids: int64 `[batch, prompt]`.
+            attention_mask: int64 `[batch, prompt]`, or None where nothing is padded.
+            position_ids: int64 `[batch, prompt]`.
+
+        Returns:
+            Logits of the last position, `[batch, vocabulary]`, in the model's dtype.
+        """
+        cache = Cache(layers=[PromptLayer(kv, index) for index in range(len(kv.keys))])
+        extra: dict[str, Any] = dict(self._keep_last)
+        if self._takes_position_ids:
+            extra["position_ids"] = position_ids
+        if self._takes_cache_position:
+            extra["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
+        # __call__, not forward: hooks that DeepSpeed keeps on the root module run once a prompt, as they would in stock.
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=True,
+            return_dict=True,
+            **{self._cache_keyword: cache},
+            **extra,
+        )
+        return last_logits(output)
+
+    def without_cache(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits `[batch, vocabulary]` of the last position by the model's plain forward, for comparison."""
+        extra: dict[str, Any] = {"position_ids": position_ids} if self._takes_position_ids else {}
+        return last_logits(
+            self.model.forward(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True, **extra
+            )
+        )
+
+    def decode_cache(self, kv: StaticKV, view: StepView) -> Cache:
+        """The cache object that `decode` wants, made once a region."""
+        return Cache(layers=[DecodeLayer(kv, index, view) for index in range(len(kv.keys))])
+
+    def decode(
+        self, cache: Cache, view: StepView, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """One decode step, traceable without a graph break.
+
+        Args:
+            cache: from `decode_cache`.
+            view: set for this step.
+            tokens: int64 `[live rows, 1]`.
+            mask: int64 `[live rows, window]`, 1 where a position is no padding.
+            positions: int64 `[live rows, 1]`, the rows' own positions, padding not counted.
+
+        Returns:
+            Logits `[live rows, vocabulary]`.
+        """
+        extra: dict[str, Any] = dict(self._keep_last)
+        if self._takes_position_ids:
+            extra["position_ids"] = positions
+        if self._takes_cache_position:
+            extra["cache_position"] = view.position
+        # forward, not __call__: DeepSpeed's hooks on the root module cannot be traced.
+        output = self.model.forward(
+            input_ids=tokens,
+            attention_mask=mask,
+            use_cache=True,
+            return_dict=True,
+            **{self._cache_keyword: cache},
+            **extra,
+        )
+        return last_logits(output)
+
+
+def last_logits(output: Any) -> torch.Tensor:
+    """The logits of the last position, `[batch, vocabulary]`."""
+    logits: torch.Tensor = output.logits
+    return logits[:, -1]

@@ -1,0 +1,24 @@
+"""The command line: `hepatch demo`. One file per command; torch is loaded by the command that needs it, not here."""
+
+from __future__ import annotations
+
+import typer
+
+from hepatch.commands.demo import demo
+
+app = typer.Typer(
+    name="hepatch",
+    help="Fast rollouts for DeepSpeed's HybridEngine: one import, nothing else to change.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def _hepatch() -> None:
+    # An app with one command and no callback would drop the command's name: `hepatch` alone would start the demo.
+    pass
+
+
+app.command(name="demo")(demo)

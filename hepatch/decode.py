@@ -1,0 +1,266 @@
+"""The decode loop: prefill, one region call a token, deferred stop check, and what transformers would return.
+
+`sample` stands where transformers' own sampling loop stands and honours its contract. It chooses once, before the first token: a
+region or the original path. Whatever fails later ends in `recovery`, in the same call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hepatch import attachments, generate_call, probes
+from hepatch.errors import FailedError
+from hepatch.facts import Call
+from hepatch.guards import judge
+from hepatch.readback import Outcome, Readback
+from hepatch.recovery import finish_eagerly
+from hepatch.report import LastCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hepatch.attachments import Attachment
+    from hepatch.generate_call import GenerateCall
+    from hepatch.region import Region
+
+
+def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs one call of ``GenerationMixin._sample``.
+
+    Args:
+        original: transformers' own loop, bound to `model`.
+        model: the model that generates.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        What `original` would return.
+
+    Raises:
+        RefusedError, FailedError: under `HEPATCH_STRICT=1`, instead of going on eagerly.
+    """
+    attachment = attachments.of_model(model)
+    if attachment is None:
+        return original(*args, **kwargs)
+    call = generate_call.read(original, args, kwargs)
+    reason = _reason_for_eager(attachment, model, call)
+    if reason is None:
+        return _Run(attachment, original, call).generate()
+    attachment.counters.eager_calls += 1
+    result = original(*args, **kwargs)
+    attachment.last_call = _last_call(call, result, "eager", reason, region_steps=0)
+    return result
+
+
+def _reason_for_eager(attachment: Attachment, model: Any, call: GenerateCall) -> str | None:
+    """The guards' answer; None means that a region may run."""
+    total = max(call.max_length, call.input_ids.shape[-1])
+    facts = attachment.facts(
+        Call(training=bool(model.training), total_tokens=total, unsupported=call.unsupported),
+        needed_bytes=attachment.needed_bytes(call.input_ids.shape[0], total) if not call.unsupported else 0,
+    )
+    refusals = judge(facts)
+    if not refusals:
+        attachment.admit()
+        # Admission may have found an obstacle, which is a fact like any other.
+        refusals = judge(attachment.facts(facts.call))
+    return attachment.refuse(refusals) if refusals else None
+
+
+class _Run:
+    """One call through a region."""
+
+    def __init__(self, attachment: Attachment, original: Callable[..., Any], call: GenerateCall) -> None:
+        self.attachment = attachment
+        self.original = original
+        self.call = call
+        self.region_steps = 0
+        self.known = call.prompt
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self.readback: Readback | None = None
+
+    def generate(self) -> Any:
+        """The whole call, from prompt to result."""
+        doing = "prefill over the static cache"
+        try:
+            # Buffers that are born under inference mode could not be written outside it; and a region is compiled for one mode.
+            with torch.inference_mode(False), torch.no_grad():
+                region = self._prefill()
+                doing = "a decode step"
+                outcome = self._decode(region)
+                doing = "reading the result"
+                if not outcome.broken:
+                    return self._result(outcome)
+                self.known = outcome.broken - 1
+        except Exception as error:
+            return self._recover(error, doing)
+        return self._finish_eagerly("scores that are no distribution (NaN or infinity)")
+
+    def _prefill(self) -> Region:
+        """Runs the prompt and chooses its token."""
+        attachment, call = self.attachment, self.call
+        assert call.request is not None
+        region = attachment.ready(call.request, call.batch, call.max_length)
+        kv, state, forward = attachment.kv, attachment.state, attachment.forward
+        assert kv is not None
+        assert state is not None
+        assert forward is not None
+        device = state.device
+        ids, positions = call.input_ids.to(device), call.positions().to(device)
+        mask = None if call.attention_mask is None else call.attention_mask.to(device)
+        last = forward.prefill(kv, ids, mask, positions)
+        state.begin(ids, mask, positions)
+        rows = state.row_index[: call.batch]
+        logits = last.float()
+        scores = region.chooser.process(state.ids[: call.batch, : call.prompt], state.position[0] + 1, logits)
+        tokens, finished, broken = region.chooser.choose(scores, self._noise(), state.finished[: call.batch])
+        state.record(rows, tokens, finished, broken)
+        self._keep(logits, scores)
+        self.readback = Readback(
+            state, call.batch, attachment.settings.stop_check_steps, call.streamer, shown=call.prompt
+        )
+        self.known = call.prompt + 1
+        return region
+
+    def _noise(self) -> torch.Tensor | None:
+        """Fresh noise for the next token, drawn from torch's default generator, or None when nothing is sampled."""
+        state, request = self.attachment.state, self.call.request
+        assert state is not None
+        assert request is not None
+        if not request.selection.do_sample:
+            return None
+        assert state.noise is not None
+        return state.noise[: self.call.batch].exponential_()
+
+    def _keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Copies what the caller wants of a step; the buffers are overwritten by the next."""
+        assert self.call.request is not None
+        batch = self.call.batch
+        if self.call.request.selection.scores:
+            self.scores.append(scores[:batch].clone())
+        if self.call.request.selection.logits:
+            self.logits.append(logits[:batch].clone())
+
+    def _decode(self, region: Region) -> Outcome:
+        """Runs steps until every row has ended or the length is reached."""
+        attachment, call, readback = self.attachment, self.call, self.readback
+        state, kv = attachment.state, attachment.kv
+        assert state is not None
+        assert kv is not None
+        assert kv.capacity is not None
+        assert readback is not None
+        assert attachment.regions is not None
+        keeps = bool(call.request and (call.request.selection.scores or call.request.selection.logits))
+        outcome = readback.after_step()
+        while self.known < call.max_length and not outcome.stops:
+            key = attachment.regions.admit(region, call.batch, self.known, kv.capacity)
+            if key is None:
+                # The bound on recordings: every graph goes, and the call goes on with a region that starts afresh.
+                attachment.regions.drop()
+                assert call.request is not None
+                region = attachment.regions.region(call.request)
+                continue
+            self._noise()
+            region.run(key)
+            self.region_steps += 1
+            self.known += 1
+            if keeps:
+                self._keep(
+                    state.logits if state.logits is not None else state.scores,
+                    state.scores if state.scores is not None else state.logits,
+                )
+            outcome = readback.after_step()
+        return outcome if outcome.stops else readback.finish()
+
+    def _result(self, outcome: Outcome) -> Any:
+        """What transformers would return, trimmed to where every row had ended."""
+        call, state = self.call, self.attachment.state
+        assert state is not None
+        length = outcome.ended or self.known
+        # A copy: the caller's result must not change with later calls.
+        sequences = state.ids[: call.batch, :length].to(call.input_ids.device, copy=True)
+        if call.streamer is not None:
+            call.streamer.end()
+        result: Any = sequences
+        if call.wants_dict:
+            new = length - call.prompt
+            assert call.request is not None
+            selection = call.request.selection
+            result = probes.generate_output(
+                sequences,
+                scores=tuple(self.scores[:new]) if selection.scores else None,
+                logits=tuple(self.logits[:new]) if selection.logits else None,
+                cache=self._returned_cache(length),
+            )
+        self.attachment.last_call = _last_call(call, result, "fused", None, self.region_steps)
+        return result
+
+    def _returned_cache(self, length: int) -> Any:
+        """A cache of transformers' own kind with this call's keys and values: the last token was never forwarded."""
+        cache, kv = self.call.cache, self.attachment.kv
+        assert kv is not None
+        if cache is None:
+            return None
+        for index, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+            if keys is not None and values is not None:
+                part = slice(None, self.call.batch), slice(None), slice(None, length - 1)
+                cache.update(keys[part].clone(), values[part].clone(), index)
+        return cache
+
+    def _recover(self, error: Exception, doing: str) -> Any:
+        attachment = self.attachment
+        if attachment.settings.strict:
+            attachment.fail(error, doing)
+            raise FailedError(f"hepatch: {doing} failed for {attachment.name}, and HEPATCH_STRICT=1 forbids to go on") from error
+        try:
+            return self._finish(f"{doing} failed with {type(error).__name__}")
+        finally:
+            attachment.fail(error, doing)
+
+    def _finish(self, reason: str) -> Any:
+        """Ends a call after a failure: nothing is left to do where every row had ended by then."""
+        state = self.attachment.state
+        ended = 0 if state is None or self.known == self.call.prompt else int(state.status[0])
+        if 0 < ended <= self.known:
+            self.attachment.counters.recoveries += 1
+            self._show(ended)
+            return self._result(Outcome(ended))
+        return self._finish_eagerly(reason)
+
+    def _show(self, until: int) -> None:
+        """Streams the certain tokens that the streamer has not seen, up to a length."""
+        call, state = self.call, self.attachment.state
+        if call.streamer is None or state is None or self.readback is None:
+            return
+        for column in range(self.readback.shown, until):
+            call.streamer.put(state.ids[: call.batch, column].cpu())
+
+    def _finish_eagerly(self, reason: str) -> Any:
+        """Ends the call on the original path, from the tokens that are certain."""
+        call, state = self.call, self.attachment.state
+        new = self.known - call.prompt
+        ids = call.input_ids
+        if new > 0 and state is not None:
+            ids = state.ids[: call.batch, : self.known].to(call.input_ids.device, copy=True)
+            self._show(self.known)
+        self.attachment.counters.recoveries += 1
+        result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new])
+        self.attachment.last_call = _last_call(call, result, "eager", reason, self.region_steps)
+        return result
+
+
+def _last_call(call: GenerateCall, result: Any, path: Any, reason: str | None, region_steps: int) -> LastCall:
+    """The record of a call for the report."""
+    sequences = getattr(result, "sequences", result)
+    new = int(sequences.shape[-1]) - int(call.input_ids.shape[-1])
+    return LastCall(
+        path=path,
+        reason=reason,
+        prompt_tokens=int(call.input_ids.shape[-1]),
+        new_tokens=new,
+        region_steps=region_steps,
+        eager_steps=max(0, new - region_steps),
+    )

@@ -1,0 +1,125 @@
+"""Recovery: whatever goes wrong after the prompt, the same call ends with the right tokens.
+
+One mechanism for all failures: transformers' own `_sample`, with the processors and criteria that were prepared for this call, over
+the ids and mask extended by the tokens produced so far, and the fresh cache that transformers prepared and a region never touches.
+
+A second `generate` would be wrong: it takes finished rows for live ones, shows the prompt to the streamer again and shifts
+`min_new_tokens`. Rows that have finished are marked so by a criterion at the first recovered token and padded there afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hepatch.generate_call import GenerateCall
+
+
+class AlreadyFinished:
+    """A stopping criterion that stops the rows which had finished before recovery began.
+
+    Args:
+        rows: bool `[batch]`.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """bool `[batch]`, the same at every step."""
+        return self.rows.to(input_ids.device)
+
+
+class PaddingStreamer:
+    """Shows a streamer padding, not the token that the first recovered step chose for a finished row."""
+
+    def __init__(self, streamer: Any, rows: torch.Tensor, pad: int) -> None:
+        self._streamer = streamer
+        self._rows = rows
+        self._pad = pad
+        self._first = True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Passes tokens `[batch]` on."""
+        if self._first:
+            self._first = False
+            value = value.masked_fill(self._rows.to(value.device), self._pad)
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Passes the end on."""
+        self._streamer.end()
+
+
+def finish_eagerly(
+    original: Callable[..., Any],
+    call: GenerateCall,
+    ids: torch.Tensor,
+    scores: list[torch.Tensor],
+    logits: list[torch.Tensor],
+) -> Any:
+    """Ends a call on transformers' own path.
+
+    Args:
+        original: the bound `_sample`.
+        call: the call, as it came.
+        ids: int64 `[batch, known]`: the prompt and every token that is certain, on the caller's device.
+        scores: float32 `[batch, vocabulary]` for each certain new token, where the caller wants them.
+        logits: the same, raw.
+
+    Returns:
+        What `original` would have returned for the whole call.
+    """
+    assert call.request is not None
+    known = ids.shape[1]
+    new = known - call.prompt
+    finished = _finished(ids[:, call.prompt :], call.request.eos)
+    criteria, streamer = call.criteria, call.streamer
+    if new and bool(finished.any()):
+        criteria = type(criteria)([*criteria, AlreadyFinished(finished)])
+        if streamer is not None:
+            streamer = PaddingStreamer(streamer, finished, call.request.pad)
+    result = original(
+        ids,
+        logits_processor=call.processors,
+        stopping_criteria=criteria,
+        generation_config=call.config,
+        streamer=streamer,
+        **call.extra,
+        **extended(call, new),
+    )
+    sequences = result.sequences if call.wants_dict else result
+    if new and sequences.shape[1] > known:
+        sequences[:, known].masked_fill_(finished.to(sequences.device), call.request.pad)
+    if call.wants_dict:
+        if scores:
+            result.scores = (*scores, *(result.scores or ()))
+        if logits:
+            result.logits = (*logits, *(result.logits or ()))
+    return result
+
+
+def extended(call: GenerateCall, new: int) -> dict[str, Any]:
+    """The model's arguments as they would stand after `new` tokens, before any forward."""
+    kwargs = dict(call.model_kwargs)
+    # transformers derives it anew from the cache, which is empty.
+    kwargs.pop("cache_position", None)
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], new)], dim=-1)
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        ahead = torch.arange(1, new + 1, device=positions.device)
+        kwargs["position_ids"] = torch.cat([positions, positions[:, -1:] + ahead], dim=-1)
+    return kwargs
+
+
+def _finished(new_ids: torch.Tensor, eos: tuple[int, ...]) -> torch.Tensor:
+    """bool `[batch]`: rows that hold an end of sequence among their new tokens."""
+    if not eos:
+        return torch.zeros(new_ids.shape[0], dtype=torch.bool, device=new_ids.device)
+    return torch.isin(new_ids, torch.tensor(eos, device=new_ids.device)).any(-1)

@@ -1,0 +1,206 @@
+"""What is patched in DeepSpeed and transformers, and for each: why this seam, and what it does not reach.
+
+The wrappers repair what breaks a hybrid engine on the installed pair of releases, and lead each generate to
+`hepatch.decode`. No container of DeepSpeed is built: with grouped-query Llama building one damages the user's weights,
+with Bloom it ends the process, with current transformers most of them fail in the first generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hepatch.patching import Target
+
+HOSTS = ("deepspeed.runtime.hybrid_engine", "transformers.generation.utils")
+"""The modules whose loading makes targets available; DeepSpeed's config module is loaded before the first of them."""
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+def _accept_capture_keys(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords) -> Any:
+    from hepatch import settings
+
+    config = args[0] if args else kwargs["param_dict"]
+    section = config.get("hybrid_engine")
+    if not isinstance(section, Mapping):
+        return wrapped(*args, **kwargs)
+    # DeepSpeed judges the keys it knows. This judges the others, before an engine is built.
+    settings.graph_capture_requested(section)
+    fields = getattr(_global_of(wrapped, "HybridEngineConfig"), "model_fields", {})
+    # A new dictionary: the user's own is the record of what was asked and stays as it is.
+    return wrapped({**config, "hybrid_engine": settings.without_hepatch_keys(section, fields)})
+
+
+def _attach_when_built(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
+    from hepatch import attachments
+
+    wrapped(*args, **kwargs)
+    if callable(getattr(engine.module, "generate", None)):
+        _give_generate(engine)
+    attachments.attach(engine)
+
+
+def _no_policies(_wrapped: Any, engine: Any, _args: Arguments, _kwargs: Keywords) -> Any:
+    engine.inference_policies = {}
+
+
+def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
+    from hepatch import attachments
+
+    attachments.attach(engine)
+    _give_generate(engine)
+    if not args and "input_ids" not in kwargs and kwargs.get("inputs") is not None:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("inputs"),)
+    if engine._total_batch_size is None:
+        engine._total_batch_size = _rows(args, kwargs) * _world_size(engine)
+    return wrapped(*args, **kwargs)
+
+
+def _attach_older_engine(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
+    from hepatch import attachments
+
+    result = wrapped(*args, **kwargs)
+    attachments.attach(engine)
+    return result
+
+
+def _lazy_workspace(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords) -> Any:
+    from hepatch.workspace import LazyWorkspace
+
+    return LazyWorkspace(lambda: wrapped(*args, **kwargs))
+
+
+def _sample(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
+    from hepatch import attachments
+
+    if attachments.of_model(model) is None:
+        return wrapped(*args, **kwargs)
+    from hepatch import decode
+
+    return decode.sample(wrapped, model, args, kwargs)
+
+
+def _give_generate(engine: Any) -> None:
+    """Let the engine's `generate` reach its model's, as it is now.
+
+    Raises:
+        AttributeError: the model has none.
+    """
+    if getattr(engine, "_inference_containers", ()):
+        # Built by stock: there the model's generate leads to the engine's, and the engine holds the original.
+        return
+    generate = getattr(engine.module, "generate", None)
+    if not callable(generate):
+        # What Python says of a method that is not there, and what stock raises here.
+        name = type(engine.module).__name__
+        raise AttributeError(f"engine.generate needs a model with a generate method; {name} has none.")  # noqa: TRY004
+    if getattr(generate, "__self__", None) is not engine:
+        engine._generate = generate
+
+
+def _rows(args: Arguments, kwargs: Keywords) -> int:
+    for value in (*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))):
+        if hasattr(value, "shape") and len(value.shape) > 0:
+            return int(value.shape[0])
+    return 1
+
+
+def _world_size(engine: Any) -> int:
+    return int(getattr(engine, "world_size", None) or 1)
+
+
+def _global_of(function: Any, name: str) -> Any:
+    return getattr(function, "__globals__", {}).get(name)
+
+
+_ENGINE = "DeepSpeedHybridEngine"
+
+TARGETS = (
+    Target(
+        module="deepspeed.runtime.config",
+        owner="",
+        attribute="get_hybrid_engine_config",
+        wrapper=_accept_capture_keys,
+        parameters=("param_dict",),
+        why=(
+            "The last place where the raw section is seen: the config class forbids keys that it does not know, and its"
+            " default False cannot be told from a user's. DeepSpeedConfig looks the function up in its module on each"
+            " call. Does not reach a HybridEngineConfig that is built by hand."
+        ),
+    ),
+    Target(
+        module="deepspeed.runtime.hybrid_engine",
+        owner=_ENGINE,
+        attribute="populate_all_inference_policies",
+        wrapper=_no_policies,
+        why=(
+            "The table of policies decides which layers get a container, before any is built and before a policy can"
+            " raise or exit. An empty one leaves the model its own layers. Does not reach engines built earlier."
+        ),
+    ),
+    Target(
+        module="deepspeed.runtime.hybrid_engine",
+        owner="",
+        attribute="WorkspaceOp",
+        wrapper=_lazy_workspace,
+        why=(
+            "The engine's constructor looks this name up in its module and builds the inference op through it, for"
+            " every model. Containers take the class from its own module and are not reached."
+        ),
+    ),
+    Target(
+        module="deepspeed.runtime.hybrid_engine",
+        owner=_ENGINE,
+        attribute="__init__",
+        wrapper=_attach_when_built,
+        why=(
+            "The class is bound by name in deepspeed/__init__.py, so methods are patched and the name is not rebound."
+            " Without containers stock leaves `_generate` unset. Does not reach engines built earlier: eval and"
+            " generate do."
+        ),
+    ),
+    Target(
+        module="deepspeed.runtime.hybrid_engine",
+        owner=_ENGINE,
+        attribute="generate",
+        wrapper=_generate,
+        why=(
+            "Stock reads the batch from the first argument or from input_ids= alone. Does not reach"
+            " engine.module.generate, which needs no repair."
+        ),
+    ),
+    Target(
+        module="deepspeed.runtime.hybrid_engine",
+        owner=_ENGINE,
+        attribute="eval",
+        wrapper=_attach_older_engine,
+        why=(
+            "Called before every rollout, after the engine exists, whenever hepatch was imported: the place to meet"
+            " engines built earlier, whose user calls engine.module.generate. Does not reach a user who never calls"
+            " engine.eval()."
+        ),
+    ),
+    Target(
+        module="transformers.generation.utils",
+        owner="GenerationMixin",
+        attribute="_sample",
+        wrapper=_sample,
+        parameters=(
+            "input_ids",
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+            "streamer",
+        ),
+        why=(
+            "generate reads it from the class and has prepared everything by then: configuration, processors, criteria,"
+            " expansion. Models that no engine owns take one lookup more and then the original. Does not reach beam"
+            " search, assisted decoding or custom_generate, which never come here."
+        ),
+    ),
+)
+"""Every patched attribute. All of those whose module is loaded are applied, or none."""
