@@ -18,10 +18,17 @@ def _logits(model: Any, sequence: torch.Tensor, prompt_tokens: int) -> torch.Ten
 
 
 def compare(model: Any, workload: Workload, reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, Any]:
-    """Compares new tokens of two runs, both `[batch, prompt + new]` on the device of `model`, which holds the weights they ran with.
+    """Compares the new tokens of two runs, given the model whose weights they ran with.
 
-    For each row's first difference: the float32 gap between the two tokens chosen, the float32 margin of the two best, and the largest
-    difference between `model`'s logits and float32's at that step. A gap of at most twice the noise is a tie for that dtype.
+    For each row's first difference: the float32 gap between the two tokens chosen, the float32 margin of the two
+    best, and the noise: the largest difference between `model`'s logits and float32's at that step. A gap of at most
+    twice the noise is a tie for that dtype.
+
+    Args:
+        model: eager, on the device of both answers.
+        workload: of the run.
+        reference: int64 `[batch, prompt + new]`.
+        candidate: int64 `[batch, prompt + new]`.
     """
     import torch
 
@@ -35,7 +42,9 @@ def compare(model: Any, workload: Workload, reference: torch.Tensor, candidate: 
             noise = (_logits(model, reference[row], prompt) - expected).abs().amax(1)
             noises.append(noise)
             agree["reference"] += int((expected.argmax(1) == reference[row, prompt:]).sum())
-            agree["candidate"] += int((_logits(exact, candidate[row], prompt).argmax(1) == candidate[row, prompt:]).sum())
+            agree["candidate"] += int(
+                (_logits(exact, candidate[row], prompt).argmax(1) == candidate[row, prompt:]).sum()
+            )
             unequal = (reference[row, prompt:] != candidate[row, prompt:]).nonzero()
             if not len(unequal):
                 continue

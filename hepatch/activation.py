@@ -28,6 +28,7 @@ from hepatch.targets import HOSTS, TARGETS
 if TYPE_CHECKING:
     from hepatch.settings import Settings
 
+
 class _Switch:
     """What was asked, what is in force, and why not where they differ."""
 

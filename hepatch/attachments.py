@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hepatch import activation, probes, settings
-from hepatch.errors import RefusedError
+from hepatch.errors import RefusedError, first_line
 from hepatch.facts import UNSET, Call, Facts
 from hepatch.guards import Refusal, judge
 from hepatch.region_store import RegionStore
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hepatch.backends.native import NativeForward
     from hepatch.backends.static_kv import StaticKV
     from hepatch.region import Region
+    from hepatch.region_store import Lease
     from hepatch.sampling import Request
     from hepatch.step_state import StepState
 
@@ -179,32 +180,41 @@ class Attachment:
             self.forward = forward
             self._admitted = True
 
-    def ready(self, request: Request, rows: int, length: int) -> Region:
-        """Makes room for a call and returns its region, with the call's numbers loaded.
+    def ready(self, request: Request, call: tuple[int, int, int]) -> tuple[Region, Lease]:
+        """Makes room for a call and returns its region, with the call's numbers loaded, and its keys.
 
         Args:
             request: how the call selects tokens.
-            rows: rows of the call.
-            length: prompt and new tokens.
+            call: rows, columns of the prompt, prompt and new tokens.
         """
-        from hepatch.backends.static_kv import StaticKV, grown
+        from hepatch.backends.static_kv import StaticKV
         from hepatch.step_state import StepState
 
         assert self.model is not None
         if self.kv is None or self.state is None or self.regions is None:
             self.kv = StaticKV(probes.layer_count(self.model))
-            self.state = StepState(self.device)
+            self.state = StepState(self.device, probes.vocabulary(self.model))
             self.regions = RegionStore(self._build, self.settings.bucket_tokens, self.settings.max_recordings)
-        capacity = self.kv.capacity
-        if capacity is None or not capacity.holds(rows, length):
-            capacity = grown(capacity, rows, length, probes.max_positions(self.model))
-        self.kv.reserve(capacity)
-        self.state.reserve(capacity)
+        region = self.regions.region(request)
+        lease = self.regions.lease(region, *call)
+        if lease is None:
+            # The bound on recordings: every graph goes, and compiling starts over.
+            self.regions.drop()
+            region = self.regions.region(request)
+            lease = self.regions.lease(region, *call) or self.regions.one_key(*call)
+        length = lease.window(call[2])
+        self.kv.reserve(lease.rows * length)
         selection = request.selection
-        self.state.want(
-            probes.vocabulary(self.model), noise=selection.do_sample, scores=selection.scores, logits=selection.logits
+        self.state.reserve(
+            lease.rows,
+            self.kv.tokens,
+            noise=selection.do_sample,
+            scores=selection.scores,
+            logits=selection.logits,
         )
-        return self.regions.region(request)
+        self.kv.turn(lease.rows, length)
+        self.state.turn(lease.rows, length)
+        return region, lease
 
     def _build(self, request: Request) -> Region:
         from hepatch.region import Region
@@ -217,14 +227,13 @@ class Attachment:
     def needed_bytes(self, rows: int, length: int) -> int:
         """KV cache, in bytes, that the engine holds once it has served a call of this size."""
         from hepatch.backends.static_kv import grown
+        from hepatch.region_store import Lease
 
         if self.model is None or not self._parameters or self._static_cache is not None:
             return 0
-        capacity = None if self.kv is None else self.kv.capacity
-        if capacity is None or not capacity.holds(rows, length):
-            capacity = grown(capacity, rows, length, probes.max_positions(self.model))
-        allocated_rows, allocated_length = capacity.allocated
-        return allocated_rows * allocated_length * probes.kv_bytes_per_token(self.model, self._parameters[0].dtype)
+        lease = Lease(max(2, rows), self.settings.bucket_tokens)
+        tokens = grown(0 if self.kv is None else self.kv.tokens, lease.rows * lease.window(length))
+        return tokens * probes.kv_bytes_per_token(self.model, self._parameters[0].dtype)
 
     def drop_regions(self) -> None:
         """Forgets the compiled steps and their recordings; the cache goes too, since only steps write it."""
@@ -280,12 +289,6 @@ class Attachment:
             graph_mib=probes.graph_bytes(self.device) / _MIB,
             last_call=self.last_call,
         )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a message, which is what fits in a log line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else "no message"
 
 
 def attach(engine: Any) -> Attachment:

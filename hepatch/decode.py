@@ -16,6 +16,7 @@ from hepatch.facts import Call
 from hepatch.guards import judge
 from hepatch.readback import Outcome, Readback
 from hepatch.recovery import finish_eagerly
+from hepatch.region import RegionKey
 from hepatch.report import LastCall
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hepatch.attachments import Attachment
     from hepatch.generate_call import GenerateCall
     from hepatch.region import Region
+    from hepatch.region_store import Lease
 
 
 def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,6 +83,7 @@ class _Run:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.readback: Readback | None = None
+        self.lease: Lease
 
     def generate(self) -> Any:
         """The whole call, from prompt to result."""
@@ -103,7 +106,7 @@ class _Run:
         """Runs the prompt and chooses its token."""
         attachment, call = self.attachment, self.call
         assert call.request is not None
-        region = attachment.ready(call.request, call.batch, call.max_length)
+        region, self.lease = attachment.ready(call.request, (call.batch, call.prompt, call.max_length))
         kv, state, forward = attachment.kv, attachment.state, attachment.forward
         assert kv is not None
         assert state is not None
@@ -113,11 +116,11 @@ class _Run:
         mask = None if call.attention_mask is None else call.attention_mask.to(device)
         last = forward.prefill(kv, ids, mask, positions)
         state.begin(ids, mask, positions)
-        rows = state.row_index[: call.batch]
-        logits = last.float()
-        scores = region.chooser.process(state.ids[: call.batch, : call.prompt], state.position[0] + 1, logits)
-        tokens, finished, broken = region.chooser.choose(scores, self._noise(), state.finished[: call.batch])
-        state.record(rows, tokens, finished, broken)
+        # The prompt's token is chosen eagerly by the code that the region compiles. Rows that pad the key up have ended already.
+        logits = pad_rows(last.float(), self.lease.rows)
+        self._draw()
+        scores = region.chooser.process(state.ids[: call.prompt].t(), state.position[0] + 1, logits)
+        state.record(*region.chooser.choose(scores, state.noise, state.finished))
         self._keep(logits, scores)
         self.readback = Readback(
             state, call.batch, attachment.settings.stop_check_steps, call.streamer, shown=call.prompt
@@ -125,53 +128,35 @@ class _Run:
         self.known = call.prompt + 1
         return region
 
-    def _noise(self) -> torch.Tensor | None:
-        """Fresh noise for the next token, drawn from torch's default generator, or None when nothing is sampled."""
-        state, request = self.attachment.state, self.call.request
+    def _draw(self) -> None:
+        """Fresh noise for the next token, from torch's default generator; nothing where nothing is sampled."""
+        state = self.attachment.state
         assert state is not None
-        assert request is not None
-        if not request.selection.do_sample:
-            return None
-        assert state.noise is not None
-        return state.noise[: self.call.batch].exponential_()
+        if state.noise is not None:
+            # Only the caller's rows: how a key is padded must not move the generator.
+            state.noise[: self.call.batch].exponential_()
 
-    def _keep(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
+    def _keep(self, logits: torch.Tensor | None, scores: torch.Tensor | None) -> None:
         """Copies what the caller wants of a step; the buffers are overwritten by the next."""
         assert self.call.request is not None
-        batch = self.call.batch
-        if self.call.request.selection.scores:
+        selection, batch = self.call.request.selection, self.call.batch
+        if selection.scores and scores is not None:
             self.scores.append(scores[:batch].clone())
-        if self.call.request.selection.logits:
+        if selection.logits and logits is not None:
             self.logits.append(logits[:batch].clone())
 
     def _decode(self, region: Region) -> Outcome:
         """Runs steps until every row has ended or the length is reached."""
-        attachment, call, readback = self.attachment, self.call, self.readback
-        state, kv = attachment.state, attachment.kv
+        call, readback, lease, state = self.call, self.readback, self.lease, self.attachment.state
         assert state is not None
-        assert kv is not None
-        assert kv.capacity is not None
         assert readback is not None
-        assert attachment.regions is not None
-        keeps = bool(call.request and (call.request.selection.scores or call.request.selection.logits))
         outcome = readback.after_step()
         while self.known < call.max_length and not outcome.stops:
-            key = attachment.regions.admit(region, call.batch, self.known, kv.capacity)
-            if key is None:
-                # The bound on recordings: every graph goes, and the call goes on with a region that starts afresh.
-                attachment.regions.drop()
-                assert call.request is not None
-                region = attachment.regions.region(call.request)
-                continue
-            self._noise()
-            region.run(key)
+            self._draw()
+            region.run(RegionKey(lease.rows, lease.window(self.known + 1)))
             self.region_steps += 1
             self.known += 1
-            if keeps:
-                self._keep(
-                    state.logits if state.logits is not None else state.scores,
-                    state.scores if state.scores is not None else state.logits,
-                )
+            self._keep(state.logits, state.scores)
             outcome = readback.after_step()
         return outcome if outcome.stops else readback.finish()
 
@@ -181,7 +166,7 @@ class _Run:
         assert state is not None
         length = outcome.ended or self.known
         # A copy: the caller's result must not change with later calls.
-        sequences = state.ids[: call.batch, :length].to(call.input_ids.device, copy=True)
+        sequences = state.sequences(call.batch, length).to(call.input_ids.device)
         if call.streamer is not None:
             call.streamer.end()
         result: Any = sequences
@@ -204,10 +189,10 @@ class _Run:
         assert kv is not None
         if cache is None:
             return None
-        for index, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-            if keys is not None and values is not None:
-                part = slice(None, self.call.batch), slice(None), slice(None, length - 1)
-                cache.update(keys[part].clone(), values[part].clone(), index)
+        for index in range(len(kv.keys)):
+            stored = kv.read(index, self.call.batch, length - 1)
+            if stored is not None:
+                cache.update(*stored, index)
         return cache
 
     def _recover(self, error: Exception, doing: str) -> Any:
@@ -236,7 +221,7 @@ class _Run:
         if call.streamer is None or state is None or self.readback is None:
             return
         for column in range(self.readback.shown, until):
-            call.streamer.put(state.ids[: call.batch, column].cpu())
+            call.streamer.put(state.ids[column, : call.batch].cpu())
 
     def _finish_eagerly(self, reason: str) -> Any:
         """Ends the call on the original path, from the tokens that are certain."""
@@ -244,7 +229,7 @@ class _Run:
         new = self.known - call.prompt
         ids = call.input_ids
         if new > 0 and state is not None:
-            ids = state.ids[: call.batch, : self.known].to(call.input_ids.device, copy=True)
+            ids = state.sequences(call.batch, self.known).to(call.input_ids.device)
             self._show(self.known)
         self.attachment.counters.recoveries += 1
         result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new])
@@ -264,3 +249,8 @@ def _last_call(call: GenerateCall, result: Any, path: Any, reason: str | None, r
         region_steps=region_steps,
         eager_steps=max(0, new - region_steps),
     )
+
+
+def pad_rows(logits: torch.Tensor, rows: int) -> torch.Tensor:
+    """Logits `[batch, vocabulary]` with rows of zeros behind them, `[rows, vocabulary]`."""
+    return torch.nn.functional.pad(logits, (0, 0, 0, rows - logits.shape[0]))

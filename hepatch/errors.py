@@ -13,3 +13,9 @@ class RefusedError(HepatchError):
 
 class FailedError(HepatchError):
     """A region failed in a call that would have been finished eagerly without `HEPATCH_STRICT=1`."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, which is what fits in a log line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "no message"

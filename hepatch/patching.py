@@ -12,6 +12,7 @@ Invariants, each with a test:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -26,6 +27,8 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 
 _MISSING = object()
 _MAX_LAYERS = 64
+# Where a callable keeps what it calls: wrappers, one of ours that was fetched through its class, methods, partials.
+_INNER = ("__wrapped__", "_self_parent", "__func__", "func")
 
 
 class MissingTargetError(Exception):
@@ -175,21 +178,19 @@ def _beneath_ours(patch: Patch, raw: Any) -> Any:
 
 
 def _layers(raw: Any) -> Iterator[Any]:
-    """Yield a callable and whatever it wraps, by `__wrapped__` or as a plain closure that keeps the original."""
+    """Yield a callable and whatever it keeps to call: wrapped, in a closure or as the default of a parameter."""
     pending, seen = [raw], 0
     while pending and seen < _MAX_LAYERS:
         layer = pending.pop()
         seen += 1
         yield layer
-        inner = [getattr(layer, name, None) for name in ("__wrapped__", "__func__", "func")]
-        pending.extend(filter(callable, inner))
+        inner = [getattr(layer, name, None) for name in _INNER]
+        inner += getattr(layer, "__defaults__", None) or ()
+        inner += (getattr(layer, "__kwdefaults__", None) or {}).values()
         for cell in getattr(layer, "__closure__", None) or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue
-            if callable(content) and not inspect.isclass(content):
-                pending.append(content)
+            with contextlib.suppress(ValueError):
+                inner.append(cell.cell_contents)
+        pending.extend(value for value in inner if callable(value) and not inspect.isclass(value))
 
 
 def _lacking_parameters(found: Any, wanted: tuple[str, ...], home: str) -> list[str]:

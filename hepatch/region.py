@@ -1,7 +1,7 @@
 """A region: one whole decode step for the batch, compiled once, recorded once for each key.
 
-The key is (live rows, window): how many rows run and how many KV positions are read. It reaches the graph as two symbolic sizes,
-those of two read-only index tensors, so that there is one compilation for all keys and CUDA graph trees record one graph for
+The key is (rows, window): how many rows run and how many KV positions are read. It reaches the graph as two symbolic sizes,
+those of the buffers' current faces, so that there is one compilation for all keys and CUDA graph trees record one graph for
 each. A *position* is the 0-based index of the token that a step reads; the step itself finds it in a device tensor.
 
 Every region compiles a code object of its own, because Dynamo's cache and its recompile limit belong to the code object.
@@ -15,9 +15,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch._inductor.config
@@ -25,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hepatch import probes
 from hepatch.backends.native import StepView
-from hepatch.backends.static_kv import make_static
 from hepatch.sampling import Chooser
+from hepatch.static_buffer import make_static
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,23 +47,11 @@ class GraphsSkipped(RuntimeError):
     """Inductor compiled the step but gave up CUDA graphs for it."""
 
 
-@dataclass(frozen=True)
-class RegionKey:
-    """What a recording is made for.
-
-    Args:
-        rows: live rows of the batch, at least 2.
-        window: KV positions that are read, a multiple of the bucket.
-        allocated: rows and positions of the buffers; growth makes new keys.
-    """
+class RegionKey(NamedTuple):
+    """What a recording is made for: `rows` of the batch, at least 2, and the `window` of KV positions that is read."""
 
     rows: int
     window: int
-    allocated: tuple[int, int]
-
-    def covers(self, rows: int, window: int) -> bool:
-        """Whether a step of this many rows and positions may be padded up to this key."""
-        return self.rows >= rows and self.window >= window
 
 
 class Region:
@@ -90,10 +77,10 @@ class Region:
     ) -> None:
         self.chooser = Chooser(request, state.device)
         for buffer in self.chooser.static_buffers():
-            torch._dynamo.mark_static_address(buffer, guard=False)
+            make_static(buffer)
         self.state = state
         self.visits: Counter[RegionKey] = Counter()
-        self._keys: dict[RegionKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kv = kv
         self.thread = threading.get_ident()
         self.autocast = probes.autocast_dtype(state.device)
         self._counters = counters
@@ -115,10 +102,11 @@ class Region:
         state, counters = self.state, self._counters
         first_visit_of_all = not self.visits
         visit = self.visits[key] = self.visits[key] + 1
-        rows, window = self._indices(key)
+        self._kv.turn(*key)
+        state.turn(*key)
         if visit > _VISITS_BEFORE_REPLAY:
             torch.compiler.cudagraph_mark_step_begin()
-            self._step(rows, window)
+            self._step()
             counters.region_steps += 1
             counters.replays += self._graphed
             return
@@ -127,7 +115,7 @@ class Region:
         # Compiling and warming up may draw random numbers (benchmarks of kernels do); only sampling may move the generators.
         with torch.random.fork_rng(devices=_generators(state.device)), _without_size_warning():
             torch.compiler.cudagraph_mark_step_begin()
-            self._step(rows, window)
+            self._step()
         counters.region_steps += 1
         counters.compilations += probes.compiled_graphs() - compiled
         counters.recordings += probes.recorded_graphs(state.device) - recorded
@@ -137,15 +125,6 @@ class Region:
             raise GraphsSkipped("Inductor compiled the decode step but skipped CUDA graphs for it")
         if self._graphed and visit == _VISITS_BEFORE_REPLAY and probes.recorded_graphs(state.device) == recorded:
             raise GraphsSkipped("Inductor compiled the decode step but recorded no CUDA graph after its warm-up")
-
-
-    def _indices(self, key: RegionKey) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two index tensors whose sizes are the key; the same objects at every visit."""
-        known = self._keys.get(key)
-        if known is None:
-            pair = self.state.row_index[: key.rows], self.state.position_index[: key.window]
-            known = self._keys[key] = (make_static(pair[0], (0,)), make_static(pair[1], (0,)))
-        return known
 
 
 def _generators(device: torch.device) -> list[int]:
@@ -160,18 +139,16 @@ def _without_size_warning() -> Any:
     return torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
 
 
-def _step_of(region: Region, forward: NativeForward, kv: StaticKV) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _step_of(region: Region, forward: NativeForward, kv: StaticKV) -> Callable[[], None]:
     """The step as a plain function with a code object of its own."""
     state, chooser = region.state, region.chooser
     selection = chooser.selection
-    view = StepView()
+    view = StepView(state.position)
     cache = forward.decode_cache(kv, view)
     exact = selection.deterministic and state.device.type == "cuda"
 
-    def decode_step(rows: torch.Tensor, window: torch.Tensor) -> None:
-        live, read = rows.shape[0], window.shape[0]
-        view.rows, view.window, view.position = rows, read, state.position
-        batch = state.tokens[:live], state.mask[:live, :read], state.row_positions[:live]
+    def decode_step() -> None:
+        batch = state.tokens, state.mask.t(), state.row_positions
         if exact:
             with sdpa_kernel(_EXACT_ATTENTION):
                 last = forward.decode(cache, view, *batch)
@@ -179,14 +156,13 @@ def _step_of(region: Region, forward: NativeForward, kv: StaticKV) -> Callable[[
             last = forward.decode(cache, view, *batch)
         # float32 before anything else, as transformers does.
         logits = last.float()
-        scores = chooser.process(state.ids[:live, :read], state.position[0] + 1, logits)
-        noise = None if state.noise is None or not selection.do_sample else state.noise[:live]
-        tokens, finished, broken = chooser.choose(scores, noise, state.finished[:live])
-        if selection.logits:
-            state.logits.index_copy_(0, rows, logits)
-        if selection.scores:
-            state.scores.index_copy_(0, rows, scores)
-        state.record(rows, tokens, finished, broken)
+        scores = chooser.process(state.ids.t(), state.position[0] + 1, logits)
+        tokens, finished, broken = chooser.choose(scores, state.noise, state.finished)
+        if state.logits is not None:
+            state.logits.copy_(logits)
+        if state.scores is not None:
+            state.scores.copy_(scores)
+        state.record(tokens, finished, broken)
         state.row_positions.add_(1)
 
     code = decode_step.__code__.replace(co_name=f"decode_step_{next(_serial)}")

@@ -8,18 +8,47 @@ over. Both keep tokens right; the report shows the limit.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hepatch.region import Region, RegionKey
+from hepatch.region import RegionKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hepatch.backends.static_kv import Capacity
+    from hepatch.region import Region
     from hepatch.sampling import Request, Selection
 
 # Distinct selections are distinct programs. A training run has one or two; more than this is a sweep.
 MOST_REGIONS = 8
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The keys of one call: fixed rows, and a window that grows with the sequence.
+
+    Args:
+        rows: rows of every key. One row is padded to two, because Dynamo compiles a size of one apart.
+        bucket: positions by which a window grows.
+        windows: where recordings are at their bound, the windows that exist; empty: every multiple of the bucket.
+    """
+
+    rows: int
+    bucket: int
+    windows: tuple[int, ...] = ()
+
+    def window(self, length: int) -> int:
+        """The smallest window that holds `length` positions."""
+        if self.windows:
+            return next(window for window in self.windows if window >= length)
+        window = -(-length // self.bucket) * self.bucket
+        # In a first compilation equal sizes become one symbol, and it would compile again when they part.
+        return window if window != self.rows else window + self.bucket
+
+    def keys(self, first: int, last: int) -> set[RegionKey]:
+        """The keys of all lengths from `first` to `last`."""
+        steps = {*range(first, last, self.bucket), last} if first <= last else set()
+        return {RegionKey(self.rows, self.window(length)) for length in steps}
 
 
 class RegionStore:
@@ -61,39 +90,30 @@ class RegionStore:
         region.chooser.load(request)
         return region
 
-    def admit(self, region: Region, batch: int, length: int, capacity: Capacity) -> RegionKey | None:
-        """The key for a step, or None when the limit is reached and no admitted key covers the step.
+    def lease(self, region: Region, batch: int, prompt: int, length: int) -> Lease | None:
+        """The keys that a call will use, or None when the limit is reached and what is recorded does not cover the call.
 
         Args:
             region: from `region`.
             batch: rows of the call.
-            length: KV positions that the step reads, the one it writes included.
-            capacity: of the buffers now.
+            prompt: columns of the prompt.
+            length: prompt and new tokens.
         """
-        wanted = wanted_key(batch, length, self._bucket, capacity)
-        if wanted in region.visits or self.admitted < self.limit:
+        wanted = Lease(max(2, batch), self._bucket)
+        if self.admitted + len(wanted.keys(prompt + 2, length) - region.visits.keys()) <= self.limit:
             return wanted
-        covering = [
-            key
-            for key in region.visits
-            if key.allocated == wanted.allocated and key.covers(wanted.rows, wanted.window)
-        ]
-        return min(covering, key=lambda key: key.rows * key.window, default=None)
+        windows: dict[int, list[int]] = {}
+        for rows, window in region.visits:
+            if rows >= batch:
+                windows.setdefault(rows, []).append(window)
+        covering = [Lease(rows, self._bucket, tuple(sorted(of))) for rows, of in windows.items() if max(of) >= length]
+        return min(covering, key=lambda lease: lease.rows, default=None)
+
+    def one_key(self, batch: int, prompt: int, length: int) -> Lease:
+        """A lease of a single key, for a limit smaller than what one call would record."""
+        wanted = Lease(max(2, batch), self._bucket)
+        return Lease(wanted.rows, self._bucket, (wanted.window(length),))
 
     def drop(self) -> None:
         """Forgets every region; their graphs go with them."""
         self._regions.clear()
-
-
-def wanted_key(batch: int, length: int, bucket: int, capacity: Capacity) -> RegionKey:
-    """The key of a step before the limit has its say.
-
-    One row is padded to two, because Dynamo compiles a size of one apart. Rows that would equal another symbolic size get one
-    more: in a first compilation equal sizes would become one symbol (see `static_kv`).
-    """
-    allocated = capacity.allocated
-    window = min(-(-length // bucket) * bucket, capacity.length)
-    rows = max(2, batch)
-    while rows in (window, allocated[1]):
-        rows += 1
-    return RegionKey(rows, window, allocated)

@@ -262,7 +262,7 @@ class Chooser:
             # An exponential draw of exactly zero would give plus infinity, also to a forbidden token's neighbour: keep it finite.
             gumbel = -noise.clamp_min(torch.finfo(torch.float32).tiny).log()
             tokens = (scores + gumbel).argmax(-1)
-            broken = ~scores.gather(-1, tokens[:, None]).isfinite().all()
+            broken = (~scores.gather(-1, tokens[:, None])[:, 0].isfinite() & ~finished).any()
         tokens = torch.where(finished, self.pad, tokens)
         ended = (tokens[:, None] == self.eos[None, :]).any(-1)
         return tokens, finished | ended, broken

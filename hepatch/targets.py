@@ -7,13 +7,17 @@ with Bloom it ends the process, with current transformers most of them fail in t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from hepatch.patching import Target
+from hepatch.report import OnceLog
 
 HOSTS = ("deepspeed.runtime.hybrid_engine", "transformers.generation.utils")
 """The modules whose loading makes targets available; DeepSpeed's config module is loaded before the first of them."""
+
+_said = OnceLog()
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -34,12 +38,10 @@ def _accept_capture_keys(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords
 
 
 def _attach_when_built(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
-    from hepatch import attachments
-
     wrapped(*args, **kwargs)
     if callable(getattr(engine.module, "generate", None)):
         _give_generate(engine)
-    attachments.attach(engine)
+    _attach(engine)
 
 
 def _no_policies(_wrapped: Any, engine: Any, _args: Arguments, _kwargs: Keywords) -> Any:
@@ -47,9 +49,7 @@ def _no_policies(_wrapped: Any, engine: Any, _args: Arguments, _kwargs: Keywords
 
 
 def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
-    from hepatch import attachments
-
-    attachments.attach(engine)
+    _attach(engine)
     _give_generate(engine)
     if not args and "input_ids" not in kwargs and kwargs.get("inputs") is not None:
         kwargs = dict(kwargs)
@@ -60,10 +60,8 @@ def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> A
 
 
 def _attach_older_engine(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
-    from hepatch import attachments
-
     result = wrapped(*args, **kwargs)
-    attachments.attach(engine)
+    _attach(engine)
     return result
 
 
@@ -74,13 +72,32 @@ def _lazy_workspace(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords) -> 
 
 
 def _sample(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
-    from hepatch import attachments
-
-    if attachments.of_model(model) is None:
+    # Nothing is attached before that module is loaded, and a program without an engine never loads it.
+    attachments = sys.modules.get("hepatch.attachments")
+    if attachments is None or attachments.of_model(model) is None:
         return wrapped(*args, **kwargs)
     from hepatch import decode
 
     return decode.sample(wrapped, model, args, kwargs)
+
+
+def _attach(engine: Any) -> None:
+    """Attach an engine; a failure costs it the regions and a warning, never the user's call.
+
+    Raises:
+        Exception: whatever it was, under `HEPATCH_STRICT=1`.
+    """
+    try:
+        from hepatch import attachments
+
+        attachments.attach(engine)
+    except Exception as error:
+        from hepatch import settings
+
+        if settings.read().strict:
+            raise
+        name = type(engine.module).__name__
+        _said.warn(name, f"hepatch: eager for {name} [attach]: {type(error).__name__}: {error}. Please report this.")
 
 
 def _give_generate(engine: Any) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import hepatch
+from hepatch import attachments
+
+_done: weakref.WeakSet[attachments.Attachment] = weakref.WeakSet()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers of this suite."""
+    """Declare the markers of this suite, and start from an environment that says nothing but the cheap compiler."""
+    for variable in [name for name in os.environ if name == "HEPATCH" or name.startswith("HEPATCH_")]:
+        del os.environ[variable]
+    # For the whole session: engines of module fixtures are built before the fixtures of a test run.
+    os.environ["HEPATCH_COMPILE_BACKEND"] = "eager"
     config.addinivalue_line("markers", "inductor: compiles with Inductor itself instead of the cheap backend")
 
 
@@ -25,29 +34,24 @@ def one_thread() -> None:
 def cheap_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Set the compile backend of regions: `eager` (Dynamo only), or Inductor for tests marked `inductor`."""
     backend = "inductor" if request.node.get_closest_marker("inductor") else "eager"
-    for variable in ("HEPATCH", "HEPATCH_BACKEND", "HEPATCH_STRICT", "HEPATCH_LOG"):
-        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HEPATCH_COMPILE_BACKEND", backend)
     return backend
 
 
 @pytest.fixture(autouse=True)
 def clean_hepatch(cheap_backend: str) -> Iterator[None]:
-    """Start each test with hepatch on and no engine attached, and leave nothing of the test's engines behind."""
+    """Start each test with hepatch on; afterwards let go of the engines that it built.
+
+    Engines of wider fixtures, which exist before this one runs, keep their regions from test to test.
+    """
     hepatch.enable()
+    wider = {attachment for attachment in attachments.live() if attachment not in _done}
     yield
-    _let_go()
-    hepatch.enable()
-
-
-def _let_go() -> None:
-    from hepatch import attachments
-
-    compiled = False
-    for attachment in attachments.live():
-        compiled = True
+    own = [attachment for attachment in attachments.live() if attachment not in wider and attachment not in _done]
+    for attachment in own:
         attachment.suspend()
-        attachments.forget(attachment)
-    if compiled:
-        # Compiled code of one test must not count against another one's recompile limit.
+        _done.add(attachment)
+    if own and not wider:
+        # Compiled code of one test must not count against another one's limits.
         torch._dynamo.reset()
+    hepatch.enable()

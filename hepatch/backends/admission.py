@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from hepatch import probes
+from hepatch.errors import first_line
 from hepatch.backends.native import NativeForward, StepView
-from hepatch.backends.static_kv import Capacity, StaticKV
+from hepatch.backends.static_kv import StaticKV
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROMPT, STEPS, PADDING = 6, 2, 2
+PROMPT, STEPS, PADDING, WINDOW = 6, 2, 2, 16
 # Largest difference allowed, relative to the largest logit: rounding of two orders of summation, not a wrong mask, which is off by
 # far more. By dtype of the logits.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -33,10 +34,10 @@ def obstacle(forward: NativeForward, device: torch.device) -> str | None:
     """
     name = type(forward.model).__name__
     try:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             worst = max(_differences(forward, device))
     except Exception as error:
-        return f"{name} does not decode over a static cache ({type(error).__name__}: {str(error).strip().splitlines()[:1]})"
+        return f"{name} does not decode over a static cache ({type(error).__name__}: {first_line(error)})"
     if worst <= 1.0:
         return None
     return f"{name} over a static cache differs from itself without one, by {worst:.1f} times what rounding explains"
@@ -51,16 +52,16 @@ def _differences(forward: NativeForward, device: torch.device) -> Iterator[float
     mask[1, :PADDING] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     kv = StaticKV(probes.layer_count(model))
-    kv.reserve(Capacity(rows=2, length=16))
+    kv.reserve(2 * WINDOW)
+    kv.turn(2, WINDOW)
     logits = forward.prefill(kv, ids[:, :PROMPT], mask[:, :PROMPT], positions[:, :PROMPT])
     yield _difference(logits, _reference(forward, ids, mask, positions, PROMPT))
-    view = StepView()
-    view.rows, view.window = torch.arange(2, device=device), 16
+    view = StepView(torch.tensor([PROMPT], device=device))
     cache = forward.decode_cache(kv, view)
-    open_mask = torch.ones(2, 16, dtype=torch.long, device=device)
+    open_mask = torch.ones(2, WINDOW, dtype=torch.long, device=device)
     open_mask[:, :total] = mask
     for step in range(PROMPT, total):
-        view.position = torch.tensor([step], device=device)
+        view.position.fill_(step)
         logits = forward.decode(cache, view, ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
         yield _difference(logits, _reference(forward, ids, mask, positions, step + 1))
 

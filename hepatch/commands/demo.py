@@ -34,7 +34,9 @@ def demo(
     if tiny and model is not None:
         raise typer.BadParameter("--tiny brings its own model: leave one of the two out.", param_hint="--model")
     if len(PROMPTS) % micro_batch:
-        raise typer.BadParameter(f"{micro_batch} does not divide the {len(PROMPTS)} prompts.", param_hint="--micro-batch")
+        raise typer.BadParameter(
+            f"{micro_batch} does not divide the {len(PROMPTS)} prompts.", param_hint="--micro-batch"
+        )
 
     console = Console()
     with _progress(console, steps=10 + 2 * cycles) as step:

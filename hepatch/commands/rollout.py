@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import deepspeed
@@ -87,7 +88,10 @@ def _join_world_of_one(actor: Actor) -> None:
     # A store in this process needs no port and no further variable, and DeepSpeed takes over the group that it finds.
     # Source: deepspeed.comm.comm.init_distributed.
     torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        "nccl" if cuda else "gloo",
+        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
     )
 
 
@@ -121,7 +125,7 @@ def rewards(actor: Actor, sequences: torch.Tensor) -> torch.Tensor:
     answers = sequences[:, actor.prompt_tokens :]
     for answer, kept in zip(answers, actor.answer_mask(sequences).bool(), strict=True):
         tokens = answer[kept].tolist()
-        pairs = list(zip(tokens, tokens[1:], strict=False))
+        pairs = list(pairwise(tokens))
         ended = bool(torch.isin(answer[kept][-1:], actor.end_ids).any())
         scores.append(len(set(pairs)) / max(len(pairs), 1) + float(ended))
     return torch.tensor(scores, device=sequences.device)
@@ -145,9 +149,10 @@ def update(engine: Any, actor: Actor, sequences: torch.Tensor, micro_batch: int)
     _wait_for_device(actor)
     start = time.perf_counter()
     losses = []
-    for rows in torch.arange(len(sequences), device=sequences.device).split(micro_batch):
+    for first in range(0, len(sequences), micro_batch):
+        rows = slice(first, first + micro_batch)
         log_probs = _answer_log_probs(engine, actor, sequences[rows], mask[rows])
-        gain = (advantage[rows, None] * log_probs * answered[rows]).sum() / answered[rows].sum()
+        gain = (advantage[rows].unsqueeze(1) * log_probs * answered[rows]).sum() / answered[rows].sum()
         losses.append(-gain.detach())
         engine.backward(-gain)
         engine.step()
@@ -157,16 +162,19 @@ def update(engine: Any, actor: Actor, sequences: torch.Tensor, micro_batch: int)
 
 def _answer_log_probs(engine: Any, actor: Actor, sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     # [rows, new_tokens]; the logits before an answer token are the ones that it was chosen by.
+    new_tokens = sequences.shape[1] - actor.prompt_tokens
     inputs = {
         "input_ids": sequences,
         "attention_mask": mask,
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         "use_cache": False,
+        "logits_to_keep": new_tokens + 1,
     }
     known = inspect.signature(actor.model.forward).parameters
     logits = engine(**{name: value for name, value in inputs.items() if name in known}).logits
-    log_probs = logits[:, actor.prompt_tokens - 1 : -1].float().log_softmax(dim=-1)
-    return log_probs.gather(2, sequences[:, actor.prompt_tokens :, None]).squeeze(2)
+    log_probs = logits[:, -new_tokens - 1 : -1].float().log_softmax(dim=-1)
+    chosen: torch.Tensor = log_probs.gather(2, sequences[:, -new_tokens:, None]).squeeze(2)
+    return chosen
 
 
 def _wait_for_device(actor: Actor) -> None:

@@ -1,12 +1,18 @@
-"""Comparing greedy answers on a device: equal, or parted at a tie that the dtype cannot decide, with the margin shown."""
+"""Comparing greedy answers: equal, or parted at a tie that the dtype cannot decide, with the margin shown."""
 
 from __future__ import annotations
 
 import copy
+import sys
 
 import torch
 
 from tests.engines import PAD
+
+
+def show(text):
+    """Put a measurement into the test's captured output."""
+    sys.stdout.write(f"{text}\n")
 
 
 def reference(oracle, prompt, arguments):
@@ -23,7 +29,7 @@ def _logits(model, ids, mask):
 
 
 def partings(oracle, prompt, expected, actual):
-    """First difference of each row: (row, step, float64 margin between the two tokens, noise of the oracle's dtype there)."""
+    """First difference of each row: (row, step, float64 margin of the two tokens, the dtype's noise there)."""
     width = prompt["input_ids"].shape[1]
     if expected.shape != actual.shape:
         columns = min(expected.shape[1], actual.shape[1])
@@ -45,11 +51,11 @@ def partings(oracle, prompt, expected, actual):
 
 
 def assert_agree(oracle, prompt, expected, actual, label=""):
-    """Fails unless both answers are equal or every row parts at a margin of at most twice the noise; shows the margins."""
+    """Fail unless both are equal or every row parts at a margin of at most twice the noise; show the margins."""
     if torch.equal(expected, actual):
         return
     parted = partings(oracle, prompt, expected, actual)
     shown = "; ".join(f"row {r} step {s}: margin {m:.2e}, noise {n:.2e}" for r, s, m, n in parted)
-    print(f"{label}: parted at ties: {shown}")
+    show(f"{label}: parted at ties: {shown}")
     assert parted, f"{label}: shapes {tuple(expected.shape)} and {tuple(actual.shape)}"
     assert all(margin <= 2 * noise for _, _, margin, noise in parted), f"{label}: {shown}"

@@ -1,4 +1,4 @@
-"""Device tests: skipped without a CUDA device. `HEPATCH_GPU_TESTS=cpu` runs what can run on a CPU, to try the tests' own code."""
+"""Device tests, skipped without a CUDA device; `HEPATCH_GPU_TESTS=cpu` tries the tests' own code on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if torch.cuda.is_available():
             item.add_marker("inductor")
         elif not ON_CPU:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device: CUDA graphs and device kernels are what is tested"))
+            item.add_marker(
+                pytest.mark.skip(reason="no CUDA device: CUDA graphs and device kernels are what is tested")
+            )
         elif item.get_closest_marker("graphs"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device: this test is about CUDA graphs alone"))
 

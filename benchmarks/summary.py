@@ -1,0 +1,77 @@
+"""What surrounds the measurements: the machine, spreads, targets, and the floor that memory bandwidth sets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.workload import Workload
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Hardware, without names of hosts."""
+    found: dict[str, Any] = {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "device": device}
+    if device != "cpu":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        found["gpus"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    return found
+
+
+def spread(times: Sequence[float]) -> dict[str, Any]:
+    """Median, least, most and how many, in ms."""
+    return {
+        "median": round(statistics.median(times), 2),
+        "min": round(min(times), 2),
+        "max": round(max(times), 2),
+        "repeats": len(times),
+    }
+
+
+def verdict(name: str, wanted: str, measured: float | bool | None, met: bool) -> dict[str, Any]:
+    """One line of the list of targets."""
+    return {
+        "name": name,
+        "wanted": wanted,
+        "measured": round(measured, 3) if isinstance(measured, float) else measured,
+        "met": met,
+    }
+
+
+def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What issue 2 asks of this run, and whether it was met."""
+    systems = result["systems"]
+    ours = systems.get("hepatch", {})
+    ours_ms = ours.get("generate_ms")
+    found = []
+    for name, least in (("static-cache", 1.7), ("unpatched", 4.0)):
+        theirs_ms = systems.get(name, {}).get("generate_ms")
+        ratio = theirs_ms / ours_ms if theirs_ms and ours_ms else None
+        found.append(verdict(f"speed-up over {name}", f">= {least}", ratio, ratio is not None and ratio >= least))
+    for key, most in (("first_call_s", 30.0), ("first_call_warm_s", 8.0), ("extra_mib", 132.0)):
+        value = ours.get(key)
+        found.append(verdict(key, f"<= {most}", value, value is not None and value <= most))
+    ties = result.get("agreement_with_unpatched", {}).get("hepatch", {}).get("all_differences_are_ties")
+    found.append(verdict("tokens equal but for ties", "true", ties, bool(ties)))
+    flat = result.get("mixed", {}).get("flat")
+    found.append(verdict("flat over mixed calls", "true", flat, bool(flat)))
+    return found
+
+
+def bandwidth(workload: Workload, result: dict[str, Any]) -> None:
+    """The least time of a step, from the bytes it must read at the measured copy rate, and each system's share."""
+    layer = 4 * workload.hidden_size**2 + 2 * workload.hidden_size * workload.ffn_dim
+    weights = 2 * (workload.layers * layer + workload.vocab_size * workload.hidden_size)
+    kv = (
+        workload.kv_mib
+        * 2**20
+        * (workload.prompt_tokens + workload.new_tokens / 2)
+        / (workload.prompt_tokens + workload.new_tokens)
+    )
+    floor_ms = (weights + kv) / result["copy_tb_per_s"] / 1e9
+    result["floor_ms_per_step"] = round(floor_ms, 3)
+    for system in (system for system in result["systems"].values() if "ms_per_step" in system):
+        system["share_of_floor"] = round(floor_ms / system["ms_per_step"], 3)

@@ -1,0 +1,73 @@
+"""Memory at one address that a compiled step reads and writes through contiguous faces of different sizes.
+
+A step of a region must find every buffer that it mutates at a static address, and a mutated *view* of a larger buffer does not
+count: Inductor would skip CUDA graphs. So a buffer here is flat, and a *face* is a tensor of its own over the front of that memory,
+of exactly the sizes that a key asks for. Faces of different sizes share the address; a step sees one face of a buffer at a time.
+
+Two sizes in a graph, rows and window, are symbolic. As every face is contiguous and as large as its key, nothing in the graph
+slices, no third size comes in, and tracing and compiling cost a third of what they cost with slices of larger buffers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class StaticBuffer:
+    """A flat buffer and its faces.
+
+    Args:
+        dtype: of the elements.
+        device: where the memory is.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.zeros(0, dtype=dtype, device=device)
+        self._faces: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return int(self._flat.nbytes)
+
+    def reserve(self, elements: int) -> None:
+        """Makes room. Memory that is too small is given up first, with what it held; the address changes then."""
+        if elements <= self._flat.numel():
+            return
+        self._faces.clear()
+        self._flat = self._flat.new_zeros(0)
+        self._flat = self._flat.new_zeros(elements)
+
+    def face(self, *shape: int, dynamic: tuple[int, ...]) -> torch.Tensor:
+        """The front of the memory as a contiguous tensor; the same object for the same shape, until the address changes.
+
+        Args:
+            shape: sizes of the face; their product is within what was reserved.
+            dynamic: dimensions whose size is symbolic in a graph.
+
+        Raises:
+            ValueError: the memory is too small.
+
+        Source: ``torch._dynamo.mark_static_address`` (torch 2.6 to 2.13): with ``guard=False`` a new address makes CUDA graph
+        trees record again; with a guard it would compile again.
+        """
+        known = self._faces.get(shape)
+        if known is not None:
+            return known
+        if math.prod(shape) > self._flat.numel():
+            raise ValueError(f"a face of {list(shape)} does not fit into {self._flat.numel()} elements; reserve() comes first")
+        # set_, not a view: a view is recognised as one and not as static.
+        face = self._flat.new_empty(0).set_(self._flat.untyped_storage(), 0, shape)
+        torch._dynamo.mark_static_address(face, guard=False)
+        for dimension in dynamic:
+            torch._dynamo.mark_dynamic(face, dimension)
+        self._faces[shape] = face
+        return face
+
+
+def make_static(buffer: torch.Tensor) -> torch.Tensor:
+    """Marks a buffer of fixed size as living at one address."""
+    torch._dynamo.mark_static_address(buffer, guard=False)
+    return buffer
