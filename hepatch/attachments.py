@@ -66,10 +66,7 @@ class Attachment:
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
-        self._static_cache = (
-            "there is no model" if self.model is None else probes.static_cache_obstacle(self.model)
-        )
-        self._admitted = False
+        self._static_cache = "there is no model" if self.model is None else probes.static_cache_obstacle(self.model)
         self._parameters = list(self.model.parameters()) if self.model is not None else []
         self._set_aside = probes.set_aside_decode_graphs(engine)
 
@@ -153,7 +150,9 @@ class Attachment:
             "hepatch: %s for %s. The call goes on eagerly and loses nothing. %s.",
             self._failure,
             self.name,
-            f"A region is tried again after {RETRY_AFTER_CALLS} calls" if again else "hepatch.reset(engine) tries again",
+            f"A region is tried again after {RETRY_AFTER_CALLS} calls"
+            if again
+            else "hepatch.reset(engine) tries again",
         )
         logger.debug("hepatch: the traceback of that failure", exc_info=error)
         self.drop_regions()
@@ -169,16 +168,15 @@ class Attachment:
 
         The outcome, where the model fails, is an obstacle that the guards report from then on.
         """
-        from hepatch.backends import admission, native
+        from hepatch.backends import admission
 
         assert self.model is not None
-        if self._admitted:
+        if self.forward is not None or self._static_cache is not None:
             return
-        forward = native.NativeForward(self.model)
-        self._static_cache = admission.obstacle(forward, self.device)
-        if self._static_cache is None:
-            self.forward = forward
-            self._admitted = True
+        try:
+            self.forward = admission.admit(self.model, self.device)
+        except admission.NotAdmittedError as error:
+            self._static_cache = str(error)
 
     def ready(self, request: Request, call: tuple[int, int, int]) -> tuple[Region, Lease]:
         """Makes room for a call and returns its region, with the call's numbers loaded, and its keys.
@@ -252,7 +250,7 @@ class Attachment:
         self._failure = None
         self._failures = 0
         self._said.forget()
-        self._admitted = False
+        self.forward = None
         self._static_cache = None if self.model is None else probes.static_cache_obstacle(self.model)
 
     def suspend(self) -> None:

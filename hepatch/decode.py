@@ -199,7 +199,9 @@ class _Run:
         attachment = self.attachment
         if attachment.settings.strict:
             attachment.fail(error, doing)
-            raise FailedError(f"hepatch: {doing} failed for {attachment.name}, and HEPATCH_STRICT=1 forbids to go on") from error
+            raise FailedError(
+                f"hepatch: {doing} failed for {attachment.name}, and HEPATCH_STRICT=1 forbids to go on"
+            ) from error
         try:
             return self._finish(f"{doing} failed with {type(error).__name__}")
         finally:

@@ -16,6 +16,9 @@ class FailedError(HepatchError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, which is what fits in a log line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else "no message"
+    """What fits in a log line: the first line of a message, and behind it that of the error at the root where there is another."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    lines = dict.fromkeys(str(each).strip().partition("\n")[0] for each in (error, root))
+    return ": ".join(line for line in lines if line) or "no message"

@@ -173,7 +173,9 @@ def _mode_reasons(config: Any, named: Mapping[str, Any], model_kwargs: Mapping[s
     if cache is not None and probes.user_gave_cache(cache):
         reasons.append("a KV cache of the caller's")
     elif cache is not None and not probes.is_plain_dynamic_cache(cache):
-        reasons.append(f"cache_implementation={getattr(config, 'cache_implementation', None)!r} ({type(cache).__name__})")
+        reasons.append(
+            f"cache_implementation={getattr(config, 'cache_implementation', None)!r} ({type(cache).__name__})"
+        )
     return reasons
 
 

@@ -7,6 +7,8 @@ shows here and nowhere else. Behaviour and signatures are probed; versions are n
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
 import inspect
 import shutil
 import sys
@@ -306,3 +308,23 @@ def generate_output(sequences: torch.Tensor, **parts: Any) -> Any:
     names = output_class.__dataclass_fields__
     keyword = next(name for name in CACHE_KEYWORDS if name in names)
     return output_class(sequences=sequences, attentions=None, hidden_states=None, **{keyword: cache}, **parts)
+
+
+def attention_registries() -> tuple[Any, Any, Any]:
+    """transformers' registry of attention functions, its registry of mask functions, and its boolean mask function.
+
+    Source: ``transformers.modeling_utils.AttentionInterface``, ``transformers.masking_utils.AttentionMaskInterface`` and
+    ``sdpa_mask`` there, whose result is True where to attend.
+
+    Raises:
+        AttributeError, ImportError: this transformers has not all of them.
+    """
+    from transformers import masking_utils, modeling_utils
+
+    return modeling_utils.AttentionInterface, masking_utils.AttentionMaskInterface, masking_utils.sdpa_mask
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None

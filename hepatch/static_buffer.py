@@ -57,7 +57,9 @@ class StaticBuffer:
         if known is not None:
             return known
         if math.prod(shape) > self._flat.numel():
-            raise ValueError(f"a face of {list(shape)} does not fit into {self._flat.numel()} elements; reserve() comes first")
+            raise ValueError(
+                f"a face of {list(shape)} does not fit into {self._flat.numel()} elements; reserve() comes first"
+            )
         # set_, not a view: a view is recognised as one and not as static.
         face = self._flat.new_empty(0).set_(self._flat.untyped_storage(), 0, shape)
         torch._dynamo.mark_static_address(face, guard=False)

@@ -69,7 +69,13 @@ class StepState:
             tokens: rows times positions.
             noise, scores, logits: whether the call needs them.
         """
-        for name, elements in (("mask", tokens), ("ids", tokens), ("tokens", rows), ("row_positions", rows), ("finished", rows)):
+        for name, elements in (
+            ("mask", tokens),
+            ("ids", tokens),
+            ("tokens", rows),
+            ("row_positions", rows),
+            ("finished", rows),
+        ):
             self._memory[name].reserve(elements)
         self.tokens = self._memory["tokens"].face(rows, 1, dynamic=(0,))
         self.row_positions = self._memory["row_positions"].face(rows, 1, dynamic=(0,))

@@ -303,4 +303,4 @@ def train_step(engine: Any, ids: torch.Tensor) -> float:
     loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
     engine.backward(loss)
     engine.step()
-    return float(loss)
+    return float(loss.detach())

@@ -21,8 +21,9 @@ from hepatch.commands.actor import Actor, tiny_actor
 from hepatch.commands.prompts import PROMPTS
 from hepatch.commands.rollout import rewards
 
-COMMAND = [sys.executable, "-c", "from hepatch.commands import app; app()", "demo"]
+COMMAND = [sys.executable, "-m", "hepatch", "demo"]
 SECONDS_TO_LEAVE = 10
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(backend: str, cache: Path) -> Mapping[str, str]:
@@ -36,7 +37,12 @@ def environment(backend: str, cache: Path) -> Mapping[str, str]:
 
 def output_of(options: list[str], backend: str, cache: Path) -> str:
     done = subprocess.run(
-        [*COMMAND, *options], env=environment(backend, cache), check=False, capture_output=True, text=True
+        [*COMMAND, *options],
+        cwd=ROOT,
+        env=environment(backend, cache),
+        check=False,
+        capture_output=True,
+        text=True,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,6 +96,7 @@ def compiling_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], set[
     """A demo in the middle of its first compilation, and the processes that it started."""
     with subprocess.Popen(
         [*COMMAND, "--tiny"],
+        cwd=ROOT,
         env=environment("inductor", tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

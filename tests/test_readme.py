@@ -49,6 +49,13 @@ def test_a_guards_row_has_a_reason_and_the_remedy_that_is_logged(guard: Guard) -
         assert guard.remedy == plain(remedy)
 
 
+def test_every_guard_is_in_the_changelog() -> None:
+    """Adding or renaming a rule is an entry of its own."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+    assert [] == [guard.rule for guard in GUARDS if f"`{guard.rule}`" not in changelog]
+
+
 def test_every_setting_is_in_the_table_with_its_default() -> None:
     """The table is complete and its defaults are the package's."""
     defaults = {

@@ -283,8 +283,9 @@ class TestAfterwards:
         actor.agree(**asked)
         assert actor.report.recoveries == 1
 
-    def test_it_is_not_tried_for_ever(self, actor, fail, prompt):
-        """A region that keeps failing is given up for good, so that no run compiles at every seventeenth call."""
+    def test_it_is_not_tried_for_ever(self, actor, fail, prompt, monkeypatch):
+        """A region that keeps failing is given up for good, so that no run compiles again and again."""
+        monkeypatch.setattr(attachments, "RETRY_AFTER_CALLS", 2)
         asked = {**prompt, "max_new_tokens": NEW}
         expected = actor.expected(**asked)
         for _ in range(attachments.MOST_RETRIES + 1):

@@ -7,40 +7,69 @@ here, and keeps its own path. Nothing random is drawn and no weight is written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hepatch import probes
-from hepatch.errors import first_line
+from hepatch.backends import attention
 from hepatch.backends.native import NativeForward, StepView
 from hepatch.backends.static_kv import StaticKV
+from hepatch.errors import first_line
+from hepatch.report import logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROMPT, STEPS, PADDING, WINDOW = 6, 2, 2, 16
+# The attention function finds a layer's cache in one place of the process.
+_one_at_a_time = threading.Lock()
 # Largest difference allowed, relative to the largest logit: rounding of two orders of summation, not a wrong mask, which is off by
 # far more. By dtype of the logits.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-def obstacle(forward: NativeForward, device: torch.device) -> str | None:
-    """Why the model is not admitted, naming it, or None.
+class NotAdmittedError(Exception):
+    """A model's forward over a static cache is not what its plain forward is."""
+
+
+def admit(model: Any, device: torch.device) -> NativeForward:
+    """The forward of a model over a static cache: with hepatch's attention where that is right, else with the model's own.
 
     Args:
-        forward: the model's forward over a static cache.
+        model: a causal LM of transformers.
         device: where the weights are.
+
+    Raises:
+        NotAdmittedError: neither is right; the message names the model and says what was found.
     """
+    with _one_at_a_time:
+        try:
+            attention.register()
+        except (AttributeError, ImportError):
+            return _checked(NativeForward(model, own_attention=True), device)
+        try:
+            return _checked(NativeForward(model), device)
+        except NotAdmittedError as error:
+            logger.debug("hepatch: %s keeps its own attention: %s", type(model).__name__, error)
+            return _checked(NativeForward(model, own_attention=True), device)
+
+
+def _checked(forward: NativeForward, device: torch.device) -> NativeForward:
     name = type(forward.model).__name__
     try:
         with torch.inference_mode(False), torch.no_grad():
             worst = max(_differences(forward, device))
     except Exception as error:
-        return f"{name} does not decode over a static cache ({type(error).__name__}: {first_line(error)})"
-    if worst <= 1.0:
-        return None
-    return f"{name} over a static cache differs from itself without one, by {worst:.1f} times what rounding explains"
+        raise NotAdmittedError(
+            f"{name} does not decode over a static cache ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if worst > 1.0:
+        raise NotAdmittedError(
+            f"{name} over a static cache differs from itself without one, by {worst:.1f} times what rounding explains"
+        )
+    return forward
 
 
 def _differences(forward: NativeForward, device: torch.device) -> Iterator[float]:

@@ -18,6 +18,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hepatch import probes
+from hepatch.backends import attention
 
 if TYPE_CHECKING:
     from hepatch.backends.static_kv import StaticKV
@@ -83,18 +84,25 @@ class DecodeLayer(_Layer):
 
     is_compileable = True
 
-    def __init__(self, kv: StaticKV, index: int, view: StepView) -> None:
+    def __init__(self, kv: StaticKV, index: int, view: StepView, own_attention: bool) -> None:
         super().__init__(kv, index)
         self.view = view
+        self.own_attention = own_attention
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[rows, heads, 1, dim]` at the position and returns the window, `[rows, heads, window, dim]`."""
+        """Writes `[rows, heads, 1, dim]` at the position and returns the window, `[rows, heads, window, dim]`.
+
+        With hepatch's attention both are left to it, and what came in is returned.
+        """
         keys, values = self.kv.keys[self.index], self.kv.values[self.index]
         assert keys is not None
         assert values is not None
         position = self.view.position
+        if not self.own_attention:
+            attention.HANDOVER.stored = keys, values, position
+            return key_states, value_states
         keys.index_copy_(0, position, key_states.permute(2, 0, 1, 3))
         values.index_copy_(0, position, value_states.permute(2, 0, 1, 3))
         return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
@@ -115,13 +123,16 @@ class NativeForward:
 
     Args:
         model: a causal LM of transformers. Kept by reference; nothing is set on it.
+        own_attention: decode with the model's own attention function instead of hepatch's op.
 
     Source: the parameters of ``forward`` (``cache`` since transformers 5.20, ``past_key_values`` before; ``cache_position`` up
     to 5.17) are probed, never inferred from a version.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, own_attention: bool = False) -> None:
         self.model = model
+        self._own_attention = own_attention
+        self._config = probes.text_config(model)
         parameters = probes.forward_parameters(model)
         self._cache_keyword = probes.cache_keyword(model)
         self._takes_position_ids = "position_ids" in parameters
@@ -172,7 +183,7 @@ class NativeForward:
 
     def decode_cache(self, kv: StaticKV, view: StepView) -> Cache:
         """The cache object that `decode` wants, made once a region."""
-        return Cache(layers=[DecodeLayer(kv, index, view) for index in range(len(kv.keys))])
+        return Cache(layers=[DecodeLayer(kv, index, view, self._own_attention) for index in range(len(kv.keys))])
 
     def decode(
         self, cache: Cache, view: StepView, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
@@ -194,16 +205,17 @@ class NativeForward:
             extra["position_ids"] = positions
         if self._takes_cache_position:
             extra["cache_position"] = view.position
+        extra[self._cache_keyword] = cache
         # forward, not __call__: DeepSpeed's hooks on the root module cannot be traced.
-        output = self.model.forward(
-            input_ids=tokens,
-            attention_mask=mask,
-            use_cache=True,
-            return_dict=True,
-            **{self._cache_keyword: cache},
-            **extra,
-        )
-        return last_logits(output)
+        forward = self.model.forward
+        if self._own_attention:
+            return last_logits(
+                forward(input_ids=tokens, attention_mask=mask, use_cache=True, return_dict=True, **extra)
+            )
+        with attention.chosen(self._config):
+            return last_logits(
+                forward(input_ids=tokens, attention_mask=mask, use_cache=True, return_dict=True, **extra)
+            )
 
 
 def last_logits(output: Any) -> torch.Tensor:

@@ -106,7 +106,9 @@ class StaticKV:
             self._reserve_layer(layer)
             self._turn_layer(index, layer)
         elif layer.shape != shape:
-            raise RuntimeError(f"the static KV cache of layer {index} holds {layer.shape}, but the prompt brings {shape}")
+            raise RuntimeError(
+                f"the static KV cache of layer {index} holds {layer.shape}, but the prompt brings {shape}"
+            )
         for face, prompt in ((self.keys[index], keys), (self.values[index], values)):
             assert face is not None
             batch, length = prompt.shape[0], prompt.shape[2]

@@ -11,7 +11,7 @@ app = typer.Typer(
     help="Fast rollouts for DeepSpeed's HybridEngine: one import, nothing else to change.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
 )
 
 

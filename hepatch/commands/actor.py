@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,10 +124,12 @@ def from_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> Actor
         raise ActorNotFoundError(f"{folder} has {len(files)} GGUF files ({', '.join(files)}): leave one of them in it.")
     source = {"local_files_only": True, **({"gguf_file": files[0]} if files else {})}
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **source)
+    # Their progress bars would tear the demo's own.
+    with redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **source)
+        model = AutoModelForCausalLM.from_pretrained(folder, **source).to(device=device, dtype=dtype)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(folder, **source).to(device=device, dtype=dtype)
 
     templated = tokenizer.chat_template is not None
     texts = [_as_chat(tokenizer, prompt) if templated else prompt for prompt in PROMPTS]

@@ -52,6 +52,8 @@ def demo(
         measured = comparison.measure(actor, step, cycles=cycles, new_tokens=new_tokens, micro_batch=micro_batch)
     for part in tables.render(actor, measured):
         console.print(part)
+    # Plain and unwrapped: it is made to be pasted into an issue.
+    console.print(measured.report, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.panel import Panel
+from rich.rule import Rule
 from rich.table import Table
 
 from hepatch.commands.actor import Actor
@@ -15,12 +15,12 @@ from hepatch.commands.rollout import rewards
 
 
 def render(actor: Actor, measured: Measured) -> Iterator[RenderableType]:
-    """Everything that is printed at the end, in order: answers, cycles, times, tokens, report."""
+    """What is printed at the end, in order: answers, cycles, times, tokens, and the heading of the report."""
     yield _answers(actor, measured)
     yield _cycles(measured)
     yield _times(actor, measured)
     yield _agreement(measured)
-    yield Panel(escape(measured.report), title="hepatch.report(engine), after the last cycle", title_align="left")
+    yield Rule("hepatch.report(engine) after the last cycle", align="left")
 
 
 def _answers(actor: Actor, measured: Measured) -> Table:
