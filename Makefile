@@ -49,5 +49,5 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(BUILD) .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(BUILD) .pytest_cache .ruff_cache .mypy_cache .benchmarks
 	find hepatch tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -80,6 +80,7 @@ class Region:
             make_static(buffer)
         self.state = state
         self.visits: Counter[RegionKey] = Counter()
+        self._forward = forward
         self._kv = kv
         self.thread = threading.get_ident()
         self.autocast = probes.autocast_dtype(state.device)
@@ -105,8 +106,7 @@ class Region:
         self._kv.turn(*key)
         state.turn(*key)
         if visit > _VISITS_BEFORE_REPLAY:
-            torch.compiler.cudagraph_mark_step_begin()
-            self._step()
+            self._call()
             counters.region_steps += 1
             counters.replays += self._graphed
             return
@@ -114,8 +114,7 @@ class Region:
         recorded = probes.recorded_graphs(state.device)
         # Compiling and warming up may draw random numbers (benchmarks of kernels do); only sampling may move the generators.
         with torch.random.fork_rng(devices=_generators(state.device)), _without_size_warning():
-            torch.compiler.cudagraph_mark_step_begin()
-            self._step()
+            self._call()
         counters.region_steps += 1
         counters.compilations += probes.compiled_graphs() - compiled
         counters.recordings += probes.recorded_graphs(state.device) - recorded
@@ -125,6 +124,12 @@ class Region:
             raise GraphsSkipped("Inductor compiled the decode step but skipped CUDA graphs for it")
         if self._graphed and visit == _VISITS_BEFORE_REPLAY and probes.recorded_graphs(state.device) == recorded:
             raise GraphsSkipped("Inductor compiled the decode step but recorded no CUDA graph after its warm-up")
+
+
+    def _call(self) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        with self._forward.attention():
+            self._step()
 
 
 def _generators(device: torch.device) -> list[int]:

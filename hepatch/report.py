@@ -18,7 +18,7 @@ _REPORTED_PACKAGES = ("hepatch", "torch", "deepspeed", "transformers")
 class RankFilter(logging.Filter):
     """Lets rank 0 speak, and everyone while no process group exists."""
 
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - the signature is logging's
+    def filter(self, record: logging.LogRecord) -> bool:
         """Whether this process writes the record."""
         # Looked up and not imported: whoever logs before torch is loaded must not load it.
         distributed = sys.modules.get("torch.distributed")

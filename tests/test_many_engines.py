@@ -39,7 +39,7 @@ def asked(actor, number):
 
 
 def test_eleven_engines_of_different_shapes():
-    """More engines than Dynamo's recompile limit, most of one class: each is fused and right, in any order, and compiles once."""
+    """More engines than Dynamo's recompile limit, most of one class: each fused, right, and compiled once."""
     graphs = torch._dynamo.utils.counters["stats"]
     actors = [
         Actor(engines.build_model(family, **{"vocabulary": 512, **_named(more)}), stage=2 * (number % 2))

@@ -149,7 +149,7 @@ def test_rows_that_have_finished_stay_finished(actor, fail, prompt, step, when):
 
 @pytest.mark.parametrize("step", [3, 8, 9])
 def test_flags_that_were_not_read_yet(actor, fail, prompt, step):
-    """Without a streamer the flags lag, so the failure may come after the last row's end: the result does not show it."""
+    """Without a streamer flags lag, so a failure may come after the last row's end, which the result does not show."""
     asked = {**prompt, "max_new_tokens": NEW, "eos_token_id": ends_of(actor, prompt)}
     fail(step, "after")
 

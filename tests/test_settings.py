@@ -113,7 +113,7 @@ def test_other_programs_variables_are_not_ours(monkeypatch):
         ("HEPATCH_STOP_CHECK_STEPS", "eight", "a whole number of at least 1", "8"),
     ],
 )
-def test_bad_value_costs_one_line(monkeypatch, caplog, variable, text, accepted, default):  # noqa: PLR0917 - pytest
+def test_bad_value_costs_one_line(monkeypatch, caplog, variable, text, accepted, default):
     """The line names the variable, what it held, what it may hold and the default; a second read adds none."""
     monkeypatch.setenv(variable, text)
 

@@ -25,7 +25,8 @@ def runs(tmp_path_factory):
 
 def _run(result, switch):
     environment = {
-        **os.environ,
+        # Not this process's group, which is under way.
+        **{name: value for name, value in os.environ.items() if name not in {"MASTER_PORT", "MASTER_ADDR"}},
         "HEPATCH": switch,
         "HEPATCH_COMPILE_BACKEND": "eager",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

@@ -91,7 +91,8 @@ def _differences(forward: NativeForward, device: torch.device) -> Iterator[float
     open_mask[:, :total] = mask
     for step in range(PROMPT, total):
         view.position.fill_(step)
-        logits = forward.decode(cache, view, ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
+        with forward.attention():
+            logits = forward.decode(cache, view, ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
         yield _difference(logits, _reference(forward, ids, mask, positions, step + 1))
 
 

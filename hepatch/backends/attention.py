@@ -3,7 +3,7 @@
 One op a layer instead of some twenty traced ones halves what is traced and compiled, reads grouped KV heads once instead of
 repeating them, and gives the same result run after run, which cuDNN's masked attention does not.
 
-It is reached through transformers' own registry of attention functions: inside a step, and only there, the configuration names
+It is reached through transformers' own registry of attention functions: during a step, and only then, the configuration names
 `NAME`. The mask is still the model's own (built by transformers' boolean mask function), so windows, padding and causality are
 what the model says. A model that hands attention something unknown here, such as sinks, does not pass admission with this op and
 keeps its own attention function.
@@ -60,18 +60,22 @@ def register() -> None:
 
 @contextlib.contextmanager
 def chosen(config: Any) -> Iterator[None]:
-    """Names this attention function in a model's configuration, for the length of a step. Traceable.
+    """Names this attention function in a model's configuration, for the length of a step.
+
+    Around the compiled step, not inside it: torch 2.11 traces the assignment and then reads the old value.
 
     Args:
         config: of the decoder.
+
+    Source: ``PreTrainedConfig._attn_implementation`` is a property over ``_attn_implementation_internal``; its setter would also
+    write to the configurations of other parts of the model.
     """
     before = config._attn_implementation_internal
-    # Not setattr: a configuration's own __setattr__ does more than Dynamo traces.
-    object.__setattr__(config, "_attn_implementation_internal", NAME)
+    config._attn_implementation_internal = NAME
     try:
         yield
     finally:
-        object.__setattr__(config, "_attn_implementation_internal", before)
+        config._attn_implementation_internal = before
 
 
 def attention_forward(

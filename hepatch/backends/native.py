@@ -12,6 +12,7 @@ by the causal rule; `admit` checks by behaviour that a model really closes them.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,7 +189,7 @@ class NativeForward:
     def decode(
         self, cache: Cache, view: StepView, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """One decode step, traceable without a graph break.
+        """One decode step, traceable without a graph break; `attention()` is held by the caller.
 
         Args:
             cache: from `decode_cache`.
@@ -205,17 +206,20 @@ class NativeForward:
             extra["position_ids"] = positions
         if self._takes_cache_position:
             extra["cache_position"] = view.position
-        extra[self._cache_keyword] = cache
         # forward, not __call__: DeepSpeed's hooks on the root module cannot be traced.
-        forward = self.model.forward
-        if self._own_attention:
-            return last_logits(
-                forward(input_ids=tokens, attention_mask=mask, use_cache=True, return_dict=True, **extra)
-            )
-        with attention.chosen(self._config):
-            return last_logits(
-                forward(input_ids=tokens, attention_mask=mask, use_cache=True, return_dict=True, **extra)
-            )
+        output = self.model.forward(
+            input_ids=tokens,
+            attention_mask=mask,
+            use_cache=True,
+            return_dict=True,
+            **{self._cache_keyword: cache},
+            **extra,
+        )
+        return last_logits(output)
+
+    def attention(self) -> contextlib.AbstractContextManager[None]:
+        """To be held around every `decode`, traced or compiled: which attention function the model finds."""
+        return contextlib.nullcontext() if self._own_attention else attention.chosen(self._config)
 
 
 def last_logits(output: Any) -> torch.Tensor:
