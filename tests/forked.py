@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _SECONDS_PER_CASE = 120
+_MARK = "answer: "
 
 
 def environment(**more: str | None) -> dict[str, str]:
@@ -51,57 +52,76 @@ def run_python(code: str, timeout: float = _SECONDS_PER_CASE, **more: str | None
     )
 
 
-def run_all(
-    function: str, cases: Sequence[Any], preload: Iterable[str] = (), env: Mapping[str, str | None] | None = None
-) -> list[dict[str, Any]]:
-    """Call a function once per case.
+class Forks:
+    """A prepared interpreter that forks one child for each call; a context manager that ends it.
 
     Args:
-        function: `module:name`; called with one case, returns JSON data.
-        cases: JSON data.
-        preload: modules that are imported before the first fork.
-        env: environment variables, as `environment` takes them.
-
-    Returns:
-        For each case `{"result": ...}`, or `{"error": class name, "message": ..., "traceback": ...}`; an exit or a
-        signal is an error too.
+        preload: modules that it imports before the first fork.
+        env: its environment variables, as `environment` takes them.
     """
-    order = {"function": function, "cases": list(cases), "preload": list(preload)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.forked"],
-        env=environment(**dict(env or {})),
-        input=json.dumps(order),
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS_PER_CASE * max(1, len(order["cases"])),
-        check=False,
-        cwd=ROOT,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the forking process failed:\n{done.stderr}")
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return results
+
+    def __init__(self, preload: Iterable[str] = (), env: Mapping[str, str | None] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked", *preload],
+            env=environment(**dict(env or {})),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(_SECONDS_PER_CASE)
+
+    def run(self, function: str, case: Any, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Call a function in a child.
+
+        Args:
+            function: `module:name`; called with the case, returns JSON data.
+            case: JSON data.
+            env: environment variables of this child alone, set before the function's module is imported.
+
+        Returns:
+            `{"result": ...}`, or `{"error": class name, "message": ..., "traceback": ...}`; an exit or a signal is an
+            error too.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"function": function, "case": case, "env": dict(env or {})}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                answer: dict[str, Any] = json.loads(line[len(_MARK) :])
+                return answer
+        raise RuntimeError(f"the forking process ended with {self._process.wait()}")
 
 
-def _main() -> None:
-    order = json.loads(sys.stdin.read())
-    for name in order["preload"]:
+def _main(preload: Iterable[str]) -> None:
+    for name in preload:
         importlib.import_module(name)
     # Or a child's first collection copies every page that it shares with this process.
     gc.freeze()
-    results = [_in_child(order["function"], case) for case in order["cases"]]
-    sys.stdout.write("\n" + json.dumps(results) + "\n")
+    for line in sys.stdin:
+        sys.stdout.write(_MARK + json.dumps(_in_child(json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
-def _in_child(function: str, case: Any) -> dict[str, Any]:
+def _in_child(order: dict[str, Any]) -> dict[str, Any]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        # Only the answer goes to the pipe; what the hosts print goes where the parent's messages go.
+        # Only the answer is the parent's; what the hosts print goes where messages go.
         os.dup2(2, 1)
+        os.environ.update(order["env"])
         with os.fdopen(writer, "w") as pipe:
-            pipe.write(json.dumps(_answer(function, case)))
+            pipe.write(json.dumps(_answer(order["function"], order["case"])))
         os._exit(0)
     os.close(writer)
     text = _read(reader, child)
@@ -130,4 +150,4 @@ def _read(reader: int, child: int) -> str:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(sys.argv[1:])

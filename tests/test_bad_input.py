@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hepatch
 from tests import engines
 from tests.agreement import Actor, outcome
 
@@ -25,6 +26,14 @@ def actor(request):
 @pytest.fixture(autouse=True)
 def clean_hepatch():
     """Replace the suite's own: the engine lives as long as the module."""
+
+
+@pytest.fixture(autouse=True)
+def healthy(actor):
+    """Let the failure of one test not be the failure of all that follow."""
+    yield
+    if actor.report.refusals:
+        hepatch.reset(actor.engine)
 
 
 def ones(*shape):

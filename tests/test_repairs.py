@@ -316,8 +316,8 @@ def stock(name):
 def stock_outcomes():
     """The outcome of every check on stock, from one forking process."""
     preload = ("torch", "deepspeed", "transformers.generation.utils", "tests.engines")
-    answers = forked.run_all("tests.test_repairs:stock", list(CHECKS), preload, {"HEPATCH": "0"})
-    return dict(zip(CHECKS, answers, strict=True))
+    with forked.Forks(preload, {"HEPATCH": "0"}) as forks:
+        return {name: forks.run("tests.test_repairs:stock", name) for name in CHECKS}
 
 
 @pytest.mark.parametrize("name", STOCK_FAULTS)
@@ -442,9 +442,7 @@ def losses(_):
 
 def test_training_is_bit_identical():
     """The same inputs and seeds give the same losses and weights with and without hepatch."""
-    with_ours, without = (
-        forked.run_all("tests.test_repairs:losses", [None], env={"HEPATCH": switch})[0]["result"]
-        for switch in ("1", "0")
-    )
+    with forked.Forks(("torch",)) as forks:
+        ours, stock = (forks.run("tests.test_repairs:losses", None, {"HEPATCH": switch}) for switch in ("1", "0"))
 
-    assert with_ours == without
+    assert ours["result"] == stock["result"]
