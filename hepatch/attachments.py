@@ -33,6 +33,7 @@ _MIB = 2**20
 # After a failure that follows success: calls that stay eager before a region is tried again, and how often it is tried.
 RETRY_AFTER_CALLS = 16
 MOST_RETRIES = 3
+MOST_RELOCATIONS = 64
 
 _by_model: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[Attachment] = weakref.WeakSet()
@@ -63,6 +64,7 @@ class Attachment:
         self.regions: RegionStore | None = None
         self._engine = weakref.ref(engine)
         self._said = OnceLog()
+        self._memory: tuple[int, int] | None = None
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
@@ -189,6 +191,9 @@ class Attachment:
         from hepatch.step_state import StepState
 
         assert self.model is not None
+        if self.state is not None and self.state.relocations > MOST_RELOCATIONS:
+            # Graphs that were recorded before stay until their region goes.
+            self.drop_regions()
         if self.kv is None or self.state is None or self.regions is None:
             self.kv = StaticKV(probes.layer_count(self.model))
             self.state = StepState(self.device, probes.vocabulary(self.model))
@@ -210,9 +215,27 @@ class Attachment:
             scores=selection.scores,
             logits=selection.logits,
         )
-        self.kv.turn(lease.rows, length)
-        self.state.turn(lease.rows, length)
         return region, lease
+
+    def turn(self, lease: Lease, length: int) -> None:
+        """Makes the faces current that hold a whole call of `length` positions."""
+        assert self.kv is not None
+        assert self.state is not None
+        self.kv.turn(lease.rows, lease.window(length))
+        self.state.turn(lease.rows, lease.window(length))
+
+    def refresh(self, region: Region) -> None:
+        """After a prompt and before the first step: has graphs recorded anew where memory has moved that they cannot see.
+
+        Weights stay where they are over optimizer steps and move with `offload_states`; the cache moves when it grows.
+        """
+        assert self.kv is not None
+        assert self.state is not None
+        memory = (self.kv.generation, probes.addresses(self._parameters))
+        if self._memory is not None and memory != self._memory:
+            self.state.relocate()
+        self._memory = memory
+        region.refresh()
 
     def _build(self, request: Request) -> Region:
         from hepatch.region import Region
@@ -237,7 +260,7 @@ class Attachment:
         """Forgets the compiled steps and their recordings; the cache goes too, since only steps write it."""
         if self.regions is not None:
             self.regions.drop()
-        self.kv = self.state = self.regions = None
+        self.kv = self.state = self.regions = self._memory = None
 
     def release(self) -> None:
         """`hepatch.release(engine)`: frees caches and graphs now; the next generate records again."""

@@ -114,7 +114,10 @@ class _Run:
         device = state.device
         ids, positions = call.input_ids.to(device), call.positions().to(device)
         mask = None if call.attention_mask is None else call.attention_mask.to(device)
+        attachment.turn(self.lease, call.max_length)
         last = forward.prefill(kv, ids, mask, positions)
+        attachment.refresh(region)
+        attachment.turn(self.lease, call.max_length)
         state.begin(ids, mask, positions)
         # The prompt's token is chosen eagerly by the code that the region compiles. Rows that pad the key up have ended already.
         logits = pad_rows(last.float(), self.lease.rows)

@@ -328,3 +328,15 @@ def attention_registries() -> tuple[Any, Any, Any]:
 def has_triton() -> bool:
     """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The decoder layers of a model, in order.
+
+    Source: ``transformers.modeling_layers.GradientCheckpointingLayer`` (transformers 4.53 and later), the base class of what a
+    model repeats.
+    """
+    layer_class = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
+    if layer_class is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, layer_class)]

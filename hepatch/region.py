@@ -23,7 +23,7 @@ import torch._inductor.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hepatch import probes
-from hepatch.backends.native import StepView
+from hepatch.backends.native import Decoder
 from hepatch.sampling import Chooser
 from hepatch.static_buffer import make_static
 
@@ -80,18 +80,39 @@ class Region:
             make_static(buffer)
         self.state = state
         self.visits: Counter[RegionKey] = Counter()
-        self._forward = forward
         self._kv = kv
+        self._decoder = Decoder(forward, kv, state)
+        self._key: RegionKey | None = None
+        self._host_key: RegionKey | None = None
+        self._signature: tuple[int, ...] = ()
+        self._relocations = state.relocations
         self.thread = threading.get_ident()
         self.autocast = probes.autocast_dtype(state.device)
         self._counters = counters
         self._graphed = backend == "inductor" and state.device.type == "cuda"
-        self._step = _compile(_step_of(self, forward, kv), backend)
+        if self._decoder.stack is not None:
+            self._decoder.stack.compile(backend)
+        self._step = _compile(_step_of(state, self.chooser, self._decoder), backend)
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the step has been compiled by a first visit."""
-        return bool(self.visits)
+    def refresh(self) -> None:
+        """Once a call, before its first step: notices what graphs cannot see, and has them recorded anew.
+
+        The guards of the layers' compilation are evaluated here, because a replay runs no host code.
+        """
+        stack = self._decoder.stack
+        if stack is not None and self._host_key is not None:
+            self._turn(self._host_key)
+            with self._decoder.held():
+                signature = stack.signature()
+            if signature != self._signature:
+                self._signature = signature
+                self.state.relocate()
+        if self._relocations != self.state.relocations:
+            self._relocations = self.state.relocations
+            # Warm already, but each key's next run has to be a recording.
+            self.visits = Counter(dict.fromkeys(self.visits, 1))
+        # Faces may be turned by others between calls.
+        self._key = None
 
     def run(self, key: RegionKey) -> None:
         """Runs one step for `key`; the outcome is in the state's buffers.
@@ -103,10 +124,10 @@ class Region:
         state, counters = self.state, self._counters
         first_visit_of_all = not self.visits
         visit = self.visits[key] = self.visits[key] + 1
-        self._kv.turn(*key)
-        state.turn(*key)
+        if key != self._key:
+            self._turn(key)
         if visit > _VISITS_BEFORE_REPLAY:
-            self._call()
+            self._call(key)
             counters.region_steps += 1
             counters.replays += self._graphed
             return
@@ -114,9 +135,10 @@ class Region:
         recorded = probes.recorded_graphs(state.device)
         # Compiling and warming up may draw random numbers (benchmarks of kernels do); only sampling may move the generators.
         with torch.random.fork_rng(devices=_generators(state.device)), _without_size_warning():
-            self._call()
+            self._call(key)
         counters.region_steps += 1
-        counters.compilations += probes.compiled_graphs() - compiled
+        # One whole step, however many graphs it is made of.
+        counters.compilations += probes.compiled_graphs() > compiled
         counters.recordings += probes.recorded_graphs(state.device) - recorded
         if first_visit_of_all and probes.compiled_graphs() == compiled:
             raise GraphsSkipped("Dynamo ran the decode step without compiling it (is TORCHDYNAMO_DISABLE set?)")
@@ -125,11 +147,20 @@ class Region:
         if self._graphed and visit == _VISITS_BEFORE_REPLAY and probes.recorded_graphs(state.device) == recorded:
             raise GraphsSkipped("Inductor compiled the decode step but recorded no CUDA graph after its warm-up")
 
-
-    def _call(self) -> None:
+    def _call(self, key: RegionKey) -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        with self._forward.attention():
+        with self._decoder.held():
             self._step()
+        if self._decoder.stack is not None:
+            tags = self._decoder.stack.take_tags()
+            if tags:
+                self._signature, self._host_key = tags, key
+
+    def _turn(self, key: RegionKey) -> None:
+        self._kv.turn(*key)
+        self.state.turn(*key)
+        self._decoder.turn()
+        self._key = key
 
 
 def _generators(device: torch.device) -> list[int]:
@@ -144,21 +175,17 @@ def _without_size_warning() -> Any:
     return torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
 
 
-def _step_of(region: Region, forward: NativeForward, kv: StaticKV) -> Callable[[], None]:
+def _step_of(state: StepState, chooser: Chooser, decoder: Decoder) -> Callable[[], None]:
     """The step as a plain function with a code object of its own."""
-    state, chooser = region.state, region.chooser
-    selection = chooser.selection
-    view = StepView(state.position)
-    cache = forward.decode_cache(kv, view)
-    exact = selection.deterministic and state.device.type == "cuda"
+    exact = chooser.selection.deterministic and state.device.type == "cuda"
 
     def decode_step() -> None:
         batch = state.tokens, state.mask.t(), state.row_positions
         if exact:
             with sdpa_kernel(_EXACT_ATTENTION):
-                last = forward.decode(cache, view, *batch)
+                last = decoder.step(*batch)
         else:
-            last = forward.decode(cache, view, *batch)
+            last = decoder.step(*batch)
         # float32 before anything else, as transformers does.
         logits = last.float()
         scores = chooser.process(state.ids.t(), state.position[0] + 1, logits)

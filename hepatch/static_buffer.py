@@ -40,6 +40,12 @@ class StaticBuffer:
         self._flat = self._flat.new_zeros(0)
         self._flat = self._flat.new_zeros(elements)
 
+    def relocate(self) -> None:
+        """Moves to another address, with what is held."""
+        # The old memory is alive until the copy is made, so the addresses differ.
+        self._flat = self._flat.clone()
+        self._faces.clear()
+
     def face(self, *shape: int, dynamic: tuple[int, ...]) -> torch.Tensor:
         """The front of the memory as a contiguous tensor; the same object for the same shape, until the address changes.
 

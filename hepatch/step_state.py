@@ -26,6 +26,7 @@ class StepState:
         finished: bool `[rows]`, rows that have ended.
         status: int64 `[2]`: length at which all rows had ended, length at which scores were first no distribution; 0: never.
         noise, scores, logits: float32 `[rows, vocabulary]`, or None where the call needs none.
+        relocations: how often graphs had to be recorded anew.
     """
 
     tokens: torch.Tensor
@@ -41,6 +42,7 @@ class StepState:
         self.noise: torch.Tensor | None = None
         self.scores: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
+        self.relocations = 0
         self._vocabulary = vocabulary
         self._memory = {
             name: StaticBuffer(dtype, device)
@@ -55,6 +57,15 @@ class StepState:
                 "logits": torch.float32,
             }.items()
         }
+
+    def relocate(self) -> None:
+        """Has every graph recorded anew: a buffer that all of them write moves to another address.
+
+        For changes that graphs cannot see, because layers are opaque to them.
+        """
+        self.relocations += 1
+        self._memory["tokens"].relocate()
+        self.tokens = self._memory["tokens"].face(self.tokens.shape[0], 1, dynamic=(0,))
 
     @property
     def nbytes(self) -> int:

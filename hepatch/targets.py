@@ -44,7 +44,8 @@ def _accept_capture_keys(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords
         return wrapped(*args, **kwargs)
     # DeepSpeed judges the keys it knows. This judges the others, before an engine is built.
     settings.graph_capture_requested(section)
-    fields = getattr(_global_of(wrapped, "HybridEngineConfig"), "model_fields", {})
+    model = getattr(sys.modules["deepspeed.runtime.config"], "HybridEngineConfig", None)
+    fields = getattr(model, "model_fields", {})
     # A new dictionary: the user's own is the record of what was asked and stays as it is.
     return wrapped({**config, "hybrid_engine": settings.without_hepatch_keys(section, fields)})
 
@@ -67,7 +68,7 @@ def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> A
         kwargs = dict(kwargs)
         args = (kwargs.pop("inputs"),)
     if engine._total_batch_size is None:
-        engine._total_batch_size = _rows(args, kwargs) * _world_size(engine)
+        engine._total_batch_size = _rows(args, kwargs) * int(engine.world_size)
     return wrapped(*args, **kwargs)
 
 
@@ -94,14 +95,20 @@ def _sample(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _readable(loop: Any) -> Any:
-    """A sampling loop whose signature names its parameters, also where another library's wrapper beneath hides them."""
-    if _LOOP_PARAMETERS[0] in inspect.signature(loop).parameters:
-        return loop
-    named = functools.partial(loop)
+    """A bound sampling loop whose signature names its parameters, also where another library's wrapper hides them."""
     first, *others = _LOOP_PARAMETERS
-    parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in others]
-    parameters.append(inspect.Parameter("model_kwargs", inspect.Parameter.VAR_KEYWORD))
+    parameters = list(inspect.signature(loop).parameters.values())
+    names = [parameter.name for parameter in parameters]
+    if names[0] == first:
+        return loop
+    if first in names:
+        # Called through its class, as generate does: wrapt before 2 shows the instance that it has already passed.
+        parameters = parameters[names.index(first) :]
+    else:
+        parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in others]
+        parameters.append(inspect.Parameter("model_kwargs", inspect.Parameter.VAR_KEYWORD))
+    named = functools.partial(loop)
     named.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return named
 
@@ -152,14 +159,6 @@ def _rows(args: Arguments, kwargs: Keywords) -> int:
         if hasattr(value, "shape") and len(value.shape) > 0:
             return int(value.shape[0])
     return 1
-
-
-def _world_size(engine: Any) -> int:
-    return int(getattr(engine, "world_size", None) or 1)
-
-
-def _global_of(function: Any, name: str) -> Any:
-    return getattr(function, "__globals__", {}).get(name)
 
 
 _ENGINE = "DeepSpeedHybridEngine"

@@ -102,7 +102,8 @@ def main(result):
         expected = actor.expected(**prompt, max_new_tokens=NEW, **more)
         with collectives:
             got = actor.generated(**prompt, max_new_tokens=NEW, **more)
-        calls.append({"equal": torch.equal(expected, got), "path": actor.report.last_call.path})
+        last = actor.report.last_call
+        calls.append({"equal": torch.equal(expected, got), "path": last.path, "reason": last.reason})
         return got
 
     free = generate()[:, 8:]

@@ -14,7 +14,7 @@ import torch
 
 from hepatch import probes
 from hepatch.backends import attention
-from hepatch.backends.native import NativeForward, StepView
+from hepatch.backends.native import Decoder, NativeForward, StepView
 from hepatch.backends.static_kv import StaticKV
 from hepatch.errors import first_line
 from hepatch.report import logger
@@ -35,25 +35,29 @@ class NotAdmittedError(Exception):
 
 
 def admit(model: Any, device: torch.device) -> NativeForward:
-    """The forward of a model over a static cache: with hepatch's attention where that is right, else with the model's own.
+    """The quickest forward of a model over a static cache that is right.
+
+    Tried in turn: layers as ops with hepatch's attention, the same with the model's own attention, and the model traced whole.
 
     Args:
         model: a causal LM of transformers.
         device: where the weights are.
 
     Raises:
-        NotAdmittedError: neither is right; the message names the model and says what was found.
+        NotAdmittedError: none is right; the message names the model and says what was found with the last.
     """
     with _one_at_a_time:
+        ways = [{"own_attention": False}, {"own_attention": True}, {"own_attention": True, "layered": False}]
         try:
             attention.register()
         except (AttributeError, ImportError):
-            return _checked(NativeForward(model, own_attention=True), device)
-        try:
-            return _checked(NativeForward(model), device)
-        except NotAdmittedError as error:
-            logger.debug("hepatch: %s keeps its own attention: %s", type(model).__name__, error)
-            return _checked(NativeForward(model, own_attention=True), device)
+            del ways[0]
+        for way in ways[:-1]:
+            try:
+                return _checked(NativeForward(model, **way), device)
+            except NotAdmittedError as error:
+                logger.debug("hepatch: %s does not decode with %s: %s", type(model).__name__, way, error)
+        return _checked(NativeForward(model, **ways[-1]), device)
 
 
 def _checked(forward: NativeForward, device: torch.device) -> NativeForward:
@@ -85,14 +89,15 @@ def _differences(forward: NativeForward, device: torch.device) -> Iterator[float
     kv.turn(2, WINDOW)
     logits = forward.prefill(kv, ids[:, :PROMPT], mask[:, :PROMPT], positions[:, :PROMPT])
     yield _difference(logits, _reference(forward, ids, mask, positions, PROMPT))
-    view = StepView(torch.tensor([PROMPT], device=device))
-    cache = forward.decode_cache(kv, view)
     open_mask = torch.ones(2, WINDOW, dtype=torch.long, device=device)
     open_mask[:, :total] = mask
+    view = StepView(torch.tensor([PROMPT], device=device), open_mask.t())
+    decoder = Decoder(forward, kv, view)
+    decoder.turn()
     for step in range(PROMPT, total):
         view.position.fill_(step)
-        with forward.attention():
-            logits = forward.decode(cache, view, ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
+        with decoder.held():
+            logits = decoder.step(ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
         yield _difference(logits, _reference(forward, ids, mask, positions, step + 1))
 
 

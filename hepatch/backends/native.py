@@ -13,6 +13,7 @@ by the causal rule; `admit` checks by behaviour that a model really closes them.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hepatch import probes
 from hepatch.backends import attention
+from hepatch.backends.layers import LayerCalls, LayerStack
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hepatch.backends.static_kv import StaticKV
 
 
@@ -69,15 +73,17 @@ class PromptLayer(_Layer):
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
 
+@dataclass
 class StepView:
-    """What a decode step looks at; set once a region, as its tensors live at one address.
+    """What a decode layer knows of the step; a `StepState` will do as well.
 
     Attributes:
-        position: int64 `[1]`, the position that this step writes.
+        position: int64 `[1]`, the position that the step writes.
+        mask: int64 `[window, rows]`; None for layers, which get it as an argument.
     """
 
-    def __init__(self, position: torch.Tensor) -> None:
-        self.position = position
+    position: torch.Tensor
+    mask: torch.Tensor | None = None
 
 
 class DecodeLayer(_Layer):
@@ -85,10 +91,14 @@ class DecodeLayer(_Layer):
 
     is_compileable = True
 
-    def __init__(self, kv: StaticKV, index: int, view: StepView, own_attention: bool) -> None:
+    def __init__(self, kv: StaticKV, index: int, view: Any, own_attention: bool) -> None:
         super().__init__(kv, index)
         self.view = view
         self.own_attention = own_attention
+
+    def turn(self) -> None:
+        """Takes the faces that are current."""
+        self.keys, self.values = self.kv.keys[self.index], self.kv.values[self.index]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -97,10 +107,7 @@ class DecodeLayer(_Layer):
 
         With hepatch's attention both are left to it, and what came in is returned.
         """
-        keys, values = self.kv.keys[self.index], self.kv.values[self.index]
-        assert keys is not None
-        assert values is not None
-        position = self.view.position
+        keys, values, position = self.keys, self.values, self.view.position
         if not self.own_attention:
             attention.HANDOVER.stored = keys, values, position
             return key_states, value_states
@@ -110,35 +117,36 @@ class DecodeLayer(_Layer):
 
     def get_seq_length(self, *args: Any) -> torch.Tensor:
         """Tokens cached before this step, as a tensor: the query's offset in the model's causal mask."""
-        return self.view.position[0]
+        position: torch.Tensor = self.view.position
+        return position[0]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Key length and offset."""
-        keys = self.kv.keys[self.index]
-        assert keys is not None
-        return keys.shape[0], 0
+        return self.view.mask.shape[0], 0
 
 
 class NativeForward:
-    """A model's forward over a static KV cache, for prompts and for single steps.
+    """A model's forward over a static KV cache: the prompt, and the ways to decode.
 
     Args:
-        model: a causal LM of transformers. Kept by reference; nothing is set on it.
+        model: a causal LM of transformers. Kept by reference; nothing stays set on it.
         own_attention: decode with the model's own attention function instead of hepatch's op.
+        layered: decode with the model's layers as opaque ops.
 
     Source: the parameters of ``forward`` (``cache`` since transformers 5.20, ``past_key_values`` before; ``cache_position`` up
     to 5.17) are probed, never inferred from a version.
     """
 
-    def __init__(self, model: Any, own_attention: bool = False) -> None:
+    def __init__(self, model: Any, *, own_attention: bool = False, layered: bool = True) -> None:
         self.model = model
-        self._own_attention = own_attention
-        self._config = probes.text_config(model)
+        self.own_attention = own_attention
+        self.layered = layered
+        self.calls = LayerCalls()
         parameters = probes.forward_parameters(model)
-        self._cache_keyword = probes.cache_keyword(model)
-        self._takes_position_ids = "position_ids" in parameters
-        self._takes_cache_position = "cache_position" in parameters
-        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.cache_keyword = probes.cache_keyword(model)
+        self.takes_position_ids = "position_ids" in parameters
+        self.takes_cache_position = "cache_position" in parameters
+        self.keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def prefill(
         self, kv: StaticKV, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor
@@ -155,10 +163,10 @@ class NativeForward:
             Logits of the last position, `[batch, vocabulary]`, in the model's dtype.
         """
         cache = Cache(layers=[PromptLayer(kv, index) for index in range(len(kv.keys))])
-        extra: dict[str, Any] = dict(self._keep_last)
-        if self._takes_position_ids:
+        extra: dict[str, Any] = dict(self.keep_last)
+        if self.takes_position_ids:
             extra["position_ids"] = position_ids
-        if self._takes_cache_position:
+        if self.takes_cache_position:
             extra["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
         # __call__, not forward: hooks that DeepSpeed keeps on the root module run once a prompt, as they would in stock.
         output = self.model(
@@ -166,7 +174,7 @@ class NativeForward:
             attention_mask=attention_mask,
             use_cache=True,
             return_dict=True,
-            **{self._cache_keyword: cache},
+            **{self.cache_keyword: cache},
             **extra,
         )
         return last_logits(output)
@@ -175,25 +183,60 @@ class NativeForward:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Logits `[batch, vocabulary]` of the last position by the model's plain forward, for comparison."""
-        extra: dict[str, Any] = {"position_ids": position_ids} if self._takes_position_ids else {}
+        extra: dict[str, Any] = {"position_ids": position_ids} if self.takes_position_ids else {}
         return last_logits(
             self.model.forward(
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True, **extra
             )
         )
 
-    def decode_cache(self, kv: StaticKV, view: StepView) -> Cache:
-        """The cache object that `decode` wants, made once a region."""
-        return Cache(layers=[DecodeLayer(kv, index, view, self._own_attention) for index in range(len(kv.keys))])
 
-    def decode(
-        self, cache: Cache, view: StepView, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """One decode step, traceable without a graph break; `attention()` is held by the caller.
+class Decoder:
+    """Single steps of a model over a static KV cache.
+
+    Args:
+        forward: the model and how to decode it.
+        kv: the cache.
+        state: where position and mask are, a `StepState` or `StepView`.
+
+    Raises:
+        NotLayeredError: `forward` wants layers as ops, and the model's cannot be.
+    """
+
+    def __init__(self, forward: NativeForward, kv: StaticKV, state: Any) -> None:
+        self._forward = forward
+        self._state = state
+        self._config = probes.text_config(forward.model)
+        own = forward.own_attention
+        layers = range(len(kv.keys))
+        self._layers = [DecodeLayer(kv, index, state, own) for index in layers]
+        self._cache = Cache(layers=self._layers)
+        self.stack: LayerStack | None = None
+        if forward.layered:
+            # The position comes with the op; a layer has no use for the mask's size.
+            view = StepView(state.position)
+            inner = [DecodeLayer(kv, index, view, own) for index in layers]
+            self.stack = LayerStack(forward.model, inner, view, state, forward.calls)
+
+    def turn(self) -> None:
+        """Takes the faces of the KV cache that are current."""
+        for layer in self._layers:
+            layer.turn()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """To be held around every `step`, traced or compiled: the model finds its attention and layers replaced."""
+        with contextlib.ExitStack() as replaced:
+            if not self._forward.own_attention:
+                replaced.enter_context(attention.chosen(self._config))
+            if self.stack is not None:
+                replaced.enter_context(self.stack.opaque())
+            yield
+
+    def step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One decode step, traceable without a graph break.
 
         Args:
-            cache: from `decode_cache`.
-            view: the one that `cache` was made with.
             tokens: int64 `[rows, 1]`.
             mask: int64 `[rows, window]`, 1 where a position is no padding.
             positions: int64 `[rows, 1]`, the rows' own positions, padding not counted.
@@ -201,25 +244,22 @@ class NativeForward:
         Returns:
             Logits `[rows, vocabulary]`.
         """
-        extra: dict[str, Any] = dict(self._keep_last)
-        if self._takes_position_ids:
+        forward = self._forward
+        extra: dict[str, Any] = dict(forward.keep_last)
+        if forward.takes_position_ids:
             extra["position_ids"] = positions
-        if self._takes_cache_position:
-            extra["cache_position"] = view.position
+        if forward.takes_cache_position:
+            extra["cache_position"] = self._state.position
         # forward, not __call__: DeepSpeed's hooks on the root module cannot be traced.
-        output = self.model.forward(
+        output = forward.model.forward(
             input_ids=tokens,
             attention_mask=mask,
             use_cache=True,
             return_dict=True,
-            **{self._cache_keyword: cache},
+            **{forward.cache_keyword: self._cache},
             **extra,
         )
         return last_logits(output)
-
-    def attention(self) -> contextlib.AbstractContextManager[None]:
-        """To be held around every `decode`, traced or compiled: which attention function the model finds."""
-        return contextlib.nullcontext() if self._own_attention else attention.chosen(self._config)
 
 
 def last_logits(output: Any) -> torch.Tensor:

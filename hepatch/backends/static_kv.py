@@ -53,11 +53,13 @@ class StaticKV:
 
     Attributes:
         tokens: capacity, rows times positions.
+        generation: changes when memory moves.
         keys, values: the current face of each layer; None for a layer that no prompt has reached.
     """
 
     def __init__(self, layers: int) -> None:
         self.tokens = 0
+        self.generation = 0
         self.keys: list[torch.Tensor | None] = [None] * layers
         self.values: list[torch.Tensor | None] = [None] * layers
         self._layers: list[_Layer | None] = [None] * layers
@@ -70,6 +72,8 @@ class StaticKV:
 
     def reserve(self, tokens: int) -> None:
         """Makes room for rows times positions; what was held is given up when the memory has to grow."""
+        if tokens <= self.tokens:
+            return
         self.tokens = grown(self.tokens, tokens)
         self._rows = self._window = 0
         self.keys = [None] * len(self.keys)
@@ -128,6 +132,7 @@ class StaticKV:
         )
 
     def _reserve_layer(self, layer: _Layer) -> None:
+        self.generation += 1
         layer.keys.reserve(self.tokens * layer.shape.heads * layer.shape.key_dim)
         layer.values.reserve(self.tokens * layer.shape.heads * layer.shape.value_dim)
 
