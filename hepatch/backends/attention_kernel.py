@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 _BLOCK = 64
+_STAGES = 3
+_WARPS = 4
 _PROGRAMS_PER_PROCESSOR = 4
 
 
@@ -30,8 +32,8 @@ def attend(
     rows, heads, _, dim = query.shape
     kv_heads, value_dim, window = key.shape[1], value.shape[3], keys.shape[0]
     group = heads // kv_heads
-    # A dot product of the tensor cores wants 16 queries; a single one is quicker as a sum.
-    padded_group = 1 if group == 1 else max(16, triton.next_power_of_2(group))
+    # Tensor cores want 16 queries at the least; what they do in vain is hidden behind the loads.
+    padded_group = max(16, triton.next_power_of_2(group))
     splits, part = _split(rows * kv_heads, window, query.device)
     output = torch.empty(rows, 1, heads, value_dim, dtype=query.dtype, device=query.device)
     partial = output
@@ -53,6 +55,7 @@ def attend(
         best,
         total,
         window,
+        part,
         scale,
         softcap,
         rows,
@@ -74,11 +77,11 @@ def attend(
         PADDED_DIM=max(16, triton.next_power_of_2(dim)),
         VALUE_DIM=value_dim,
         PADDED_VALUE_DIM=max(16, triton.next_power_of_2(value_dim)),
-        PART=part,
         SPLITS=splits,
         SOFTCAP=bool(softcap),
         BLOCK=_BLOCK,
-        num_warps=4,
+        STAGES=_STAGES,
+        num_warps=_WARPS,
     )
     if splits > 1:
         _join[(rows * heads,)](
@@ -106,6 +109,12 @@ def _split(programs: int, window: int, device: torch.device) -> tuple[int, int]:
 
 
 @triton.jit
+def _capped(scores, softcap):  # type: ignore[no-untyped-def]
+    # The hyperbolic tangent by the logistic function.
+    return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     query,
     key,
@@ -118,6 +127,7 @@ def _attend(  # type: ignore[no-untyped-def]
     best_pointer,
     total_pointer,
     window,
+    part,
     scale,
     softcap,
     rows,
@@ -139,10 +149,10 @@ def _attend(  # type: ignore[no-untyped-def]
     PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
-    PART: tl.constexpr,
     SPLITS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     split = tl.program_id(1)
@@ -173,56 +183,55 @@ def _attend(  # type: ignore[no-untyped-def]
     value_base = values + (row * KV_HEADS + head) * VALUE_DIM
     key_position = rows.to(tl.int64) * KV_HEADS * DIM
     value_position = rows.to(tl.int64) * KV_HEADS * VALUE_DIM
-    start = split * PART
-    stop = tl.minimum(start + PART, window)
+    start = split * part
+    stop = tl.minimum(start + part, window)
     if (position >= start) & (position < stop):
         tl.store(key_base + position * key_position + dims, new_key, mask=in_dim)
         tl.store(value_base + position * value_position + value_dims, new_value, mask=in_value_dim)
 
+    # Stored columns only: the loads feed the products as they are, so that they can be fetched ahead. What lies behind the position
+    # is closed in the mask by causality, and the new token is added behind the loop.
+    stored = tl.minimum(stop, position)
     best = tl.full((PADDED_GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED_GROUP,), tl.float32)
     sums = tl.zeros((PADDED_GROUP, PADDED_VALUE_DIM), tl.float32)
-    # Causality once more: what lies behind the position is closed in the mask, so it need not be read. Loads do not wait for the
-    # mask; what it closes is taken out of registers, because a weight of zero times a NaN would be NaN.
-    stop = tl.minimum(stop, position + 1)
-    for block in range(start, stop, BLOCK):
+    for block in tl.range(start, stored, BLOCK, num_stages=STAGES):
         columns = block + tl.arange(0, BLOCK)
-        inside = columns < stop
+        inside = columns < stored
         places = columns.to(tl.int64)
-        is_open = tl.load(mask + row * mask_row + places * mask_column, mask=inside, other=0) != 0
-        is_new = columns == position
         k = tl.load(
             key_base + places[:, None] * key_position + dims[None, :],
             mask=inside[:, None] & in_dim[None, :],
             other=0.0,
         )
-        k = tl.where(is_new[:, None], new_key[None, :], k)
         v = tl.load(
             value_base + places[:, None] * value_position + value_dims[None, :],
             mask=inside[:, None] & in_value_dim[None, :],
             other=0.0,
         )
-        v = tl.where(is_new[:, None], new_value[None, :], tl.where(is_open[:, None], v, 0.0))
-        if GROUP == 1:
-            scores = tl.sum(k.to(tl.float32) * q.to(tl.float32), axis=1)[None, :]
-        else:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = scores * scale
+        is_open = tl.load(mask + row * mask_row + places * mask_column, mask=inside, other=0) != 0
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
-            # The hyperbolic tangent by the logistic function.
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+            scores = _capped(scores, softcap)
         scores = tl.where(is_open[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A block without an open column leaves the maximum at minus infinity; its difference with itself would be NaN.
+        # Without an open column the maximum stays at minus infinity; its difference with itself would be NaN.
         reference = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink = tl.exp(best - reference)
         weights = tl.exp(scores - reference[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
-        if GROUP == 1:
-            added = tl.sum(tl.trans(weights) * v.to(tl.float32), axis=0)[None, :]
-        else:
-            added = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        sums = sums * shrink[:, None] + added
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+
+    if (position >= start) & (position < stop):
+        scores = tl.sum(q.to(tl.float32) * new_key[None, :].to(tl.float32), axis=1) * scale
+        if SOFTCAP:
+            scores = _capped(scores, softcap)
+        new_best = tl.maximum(best, scores)
+        shrink = tl.exp(best - new_best)
+        weight = tl.exp(scores - new_best)
+        total = total * shrink + weight
+        sums = sums * shrink[:, None] + weight[:, None] * new_value[None, :].to(tl.float32)
         best = new_best
 
     heads = (row * KV_HEADS + head) * GROUP + queries

@@ -163,6 +163,7 @@ class NativeForward:
             Logits of the last position, `[batch, vocabulary]`, in the model's dtype.
         """
         cache = Cache(layers=[PromptLayer(kv, index) for index in range(len(kv.keys))])
+        kv.padding = None if attention_mask is None else (attention_mask == 0).t()[:, :, None, None]
         extra: dict[str, Any] = dict(self.keep_last)
         if self.takes_position_ids:
             extra["position_ids"] = position_ids

@@ -55,6 +55,7 @@ class StaticKV:
         tokens: capacity, rows times positions.
         generation: changes when memory moves.
         keys, values: the current face of each layer; None for a layer that no prompt has reached.
+        padding: bool `[prompt, batch, 1, 1]`, True where the prompt at hand is padded; None where nothing is.
     """
 
     def __init__(self, layers: int) -> None:
@@ -62,6 +63,7 @@ class StaticKV:
         self.generation = 0
         self.keys: list[torch.Tensor | None] = [None] * layers
         self.values: list[torch.Tensor | None] = [None] * layers
+        self.padding: torch.Tensor | None = None
         self._layers: list[_Layer | None] = [None] * layers
         self._rows = self._window = 0
 
@@ -117,7 +119,10 @@ class StaticKV:
             assert face is not None
             batch, length = prompt.shape[0], prompt.shape[2]
             face[:length, :batch].copy_(prompt.permute(2, 0, 1, 3))
-            # A position behind the mask has weight zero, and zero times a NaN that an earlier call left there is NaN.
+            # A position that the mask closes has weight zero, and zero times NaN is NaN: whether an earlier call left it there or
+            # the model computes it for padding.
+            if self.padding is not None:
+                face[:length, :batch].masked_fill_(self.padding, 0)
             face[:length, batch:].zero_()
             face[length:].zero_()
 
