@@ -14,7 +14,7 @@ import triton.language as tl
 _BLOCK = 64
 _STAGES = 3
 _WARPS = 4
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 2
 
 
 def attend(
