@@ -38,7 +38,7 @@ demo: $(INSTALLED)
 
 # One thread for each of two workers: the models are too small for more to help, and idle OpenMP threads spin.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(TEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --timeout 600 $(TEST)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -17,14 +17,13 @@ from hepatch import activation, probes, settings
 from hepatch.errors import RefusedError, first_line
 from hepatch.facts import UNSET, Call, Facts
 from hepatch.guards import Refusal, judge
-from hepatch.region_store import RegionStore
+from hepatch.region_store import Lease, RegionStore
 from hepatch.report import Counters, LastCall, OnceLog, Report, logger, refusal_line
 
 if TYPE_CHECKING:
     from hepatch.backends.native import NativeForward
     from hepatch.backends.static_kv import StaticKV
     from hepatch.region import Region
-    from hepatch.region_store import Lease
     from hepatch.sampling import Request
     from hepatch.step_state import StepState
 
@@ -102,7 +101,7 @@ class Attachment:
             causal_lm=self.model is not None,
             model_name=self.name,
             static_cache=self._static_cache if self.model is not None else None,
-            hooks=probes.foreign_hooks(self.model) if self.model is not None else (),
+            hooks=probes.hooks(self.model)[0] if self.model is not None else (),
             max_positions=None if self.model is None else probes.max_positions(self.model),
             weights_offloaded=probes.weights_offloaded(engine, self._parameters),
             compiler_missing=probes.compiler_obstacle(self.device, self.settings.compile_backend),
@@ -131,6 +130,13 @@ class Attachment:
         if self._failure is not None:
             self._wait_for_retry()
         return "; ".join(f"[{refusal.rule}] {refusal.reason}" for refusal in refusals)
+
+    def unreadable(self, error: Exception) -> None:
+        """Takes note of a call that could not even be judged; it goes on eagerly."""
+        reason = f"the call could not be read ({type(error).__name__}: {first_line(error)})"
+        self.counters.eager_calls += 1
+        self.last_call = LastCall("eager", reason, 0, 0, 0, 0)
+        self._said.warn("unreadable", f"hepatch: eager for {self.name} [decode-mode]: {reason}. Please report this.")
 
     def fail(self, error: BaseException, doing: str) -> None:
         """Takes note of a failed region: drops every region and refuses the next calls.
@@ -248,8 +254,7 @@ class Attachment:
     def needed_bytes(self, rows: int, length: int) -> int:
         """KV cache, in bytes, that the engine holds once it has served a call of this size."""
         from hepatch.backends.static_kv import grown
-        from hepatch.region_store import Lease
-
+    
         if self.model is None or not self._parameters or self._static_cache is not None:
             return 0
         lease = Lease(max(2, rows), self.settings.bucket_tokens)

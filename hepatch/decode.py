@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hepatch import attachments, generate_call, probes
-from hepatch.errors import FailedError
+from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
 from hepatch.readback import Outcome, Readback
 from hepatch.recovery import finish_eagerly
-from hepatch.region import RegionKey
+from hepatch.region_store import RegionKey
 from hepatch.report import LastCall
 
 if TYPE_CHECKING:
@@ -46,8 +46,15 @@ def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
     attachment = attachments.of_model(model)
     if attachment is None:
         return original(*args, **kwargs)
-    call = generate_call.read(original, args, kwargs)
-    reason = _reason_for_eager(attachment, model, call)
+    try:
+        call = generate_call.read(original, args, kwargs)
+        reason = _reason_for_eager(attachment, model, call)
+    except HepatchError:
+        raise
+    except Exception as error:
+        # A model or an argument that this code does not know how to read. Nothing has been done yet.
+        attachment.unreadable(error)
+        return original(*args, **kwargs)
     if reason is None:
         return _Run(attachment, original, call).generate()
     attachment.counters.eager_calls += 1
@@ -118,11 +125,11 @@ class _Run:
         last = forward.prefill(kv, ids, mask, positions)
         attachment.refresh(region)
         attachment.turn(self.lease, call.max_length)
-        state.begin(ids, mask, positions)
+        state.begin(ids, mask, positions, call.request.ignored)
         # The prompt's token is chosen eagerly by the code that the region compiles. Rows that pad the key up have ended already.
         logits = pad_rows(last.float(), self.lease.rows)
         self._draw()
-        scores = region.chooser.process(state.ids[: call.prompt].t(), state.position[0] + 1, logits)
+        scores = region.chooser.process(state.tokens_so_far(), logits)
         state.record(*region.chooser.choose(scores, state.noise, state.finished))
         self._keep(logits, scores)
         self.readback = Readback(
@@ -205,12 +212,12 @@ class _Run:
             raise FailedError(
                 f"hepatch: {doing} failed for {attachment.name}, and HEPATCH_STRICT=1 forbids to go on"
             ) from error
-        try:
-            return self._finish(f"{doing} failed with {type(error).__name__}")
-        finally:
-            attachment.fail(error, doing)
+        # Where the original fails too the fault is the caller's, and what it raises is for the caller.
+        result = self._finish(f"{doing} failed with {type(error).__name__}", isinstance(error, torch.OutOfMemoryError))
+        attachment.fail(error, doing)
+        return result
 
-    def _finish(self, reason: str) -> Any:
+    def _finish(self, reason: str, needs_memory: bool) -> Any:
         """Ends a call after a failure: nothing is left to do where every row had ended by then."""
         state = self.attachment.state
         ended = 0 if state is None or self.known == self.call.prompt else int(state.status[0])
@@ -218,7 +225,7 @@ class _Run:
             self.attachment.counters.recoveries += 1
             self._show(ended)
             return self._result(Outcome(ended))
-        return self._finish_eagerly(reason)
+        return self._finish_eagerly(reason, needs_memory)
 
     def _show(self, until: int) -> None:
         """Streams the certain tokens that the streamer has not seen, up to a length."""
@@ -228,7 +235,7 @@ class _Run:
         for column in range(self.readback.shown, until):
             call.streamer.put(state.ids[column, : call.batch].cpu())
 
-    def _finish_eagerly(self, reason: str) -> Any:
+    def _finish_eagerly(self, reason: str, needs_memory: bool = False) -> Any:
         """Ends the call on the original path, from the tokens that are certain."""
         call, state = self.call, self.attachment.state
         new = self.known - call.prompt
@@ -236,6 +243,8 @@ class _Run:
         if new > 0 and state is not None:
             ids = state.sequences(call.batch, self.known).to(call.input_ids.device)
             self._show(self.known)
+        if needs_memory:
+            self.attachment.drop_regions()
         self.attachment.counters.recoveries += 1
         result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new])
         self.attachment.last_call = _last_call(call, result, "eager", reason, self.region_steps)

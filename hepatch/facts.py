@@ -1,4 +1,4 @@
-"""What the rules of `guards.py` know: plain values about process, engine and call, without torch or DeepSpeed."""
+"""What the rules of `guards.py` know and what they answer: plain values, without torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -85,3 +85,12 @@ class Facts:
     cache_mib_needed: int = 0
     cache_mib_budget: int | None = None
     call: Call | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a call, or every call of an engine, stays eager, and what the user can do about it."""
+
+    rule: str
+    reason: str
+    remedy: str

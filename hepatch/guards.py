@@ -12,22 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from hepatch.facts import UNSET, Call, Facts, Unset
+from hepatch.facts import UNSET, Call, Facts, Refusal, Unset
 
 __all__ = ["CONSTRUCTION", "GUARDS", "UNSET", "Call", "Facts", "Guard", "Refusal", "Unset", "judge"]
 
 
 ZERO_STAGE_OF_WEIGHTS: Final = 3
 """The ZeRO stage that partitions the weights themselves."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a call, or every call of an engine, stays eager, and what the user can do about it."""
-
-    rule: str
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True)

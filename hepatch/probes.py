@@ -104,19 +104,33 @@ def kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
     return 2 * layer_count(model) * int(heads) * int(dim) * dtype.itemsize
 
 
-def foreign_hooks(model: torch.nn.Module) -> tuple[str, ...]:
-    """Modules whose forward carries hooks that are not DeepSpeed's own, by name.
+# Hooks that change nothing in what a decode step computes, by the module that defines them: DeepSpeed's own; transformers' recorder
+# of hidden states, which stays for good after one call and is idle without a collector; and the one that
+# gradient_checkpointing_enable() puts on the embedding (``make_inputs_require_grads``).
+_IDLE_HOOKS = ("deepspeed.", "transformers.utils.output_capturing", "transformers.modeling_utils")
+
+
+def hooks(model: torch.nn.Module) -> tuple[tuple[str, ...], list[dict[int, Any]]]:
+    """The forward hooks on a model's modules.
 
     Dynamo does not guard hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``), so a hook that comes after the
     compilation would silently not run, and one on the root is not part of `forward` at all.
+
+    Returns:
+        Names of the modules with hooks that a region would have to call; and the tables that hold only idle ones, which a step
+        can do without.
     """
-    found = []
-    for name, module in model.named_modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
-                found.append(name or type(module).__name__)
-                break
-    return tuple(found)
+    foreign: list[str] = []
+    idle: list[dict[int, Any]] = []
+    for module in model.modules():
+        for table in (module._forward_pre_hooks, module._forward_hooks):
+            if not table:
+                continue
+            if all((getattr(hook, "__module__", None) or "").startswith(_IDLE_HOOKS) for hook in table.values()):
+                idle.append(table)
+            else:
+                foreign.append(type(module).__name__)
+    return tuple(dict.fromkeys(foreign)), idle
 
 
 def compiler_obstacle(device: torch.device, backend: str) -> str | None:

@@ -71,7 +71,7 @@ class Readback:
     def finish(self) -> Outcome:
         """What the flags say after the last step; everything is read."""
         outcome = self._collect()
-        if not outcome.stops:
+        if not outcome.stops and self._steps % self._every:
             self._order()
             outcome = self._collect()
         return outcome

@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections import Counter
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._inductor.config
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from hepatch.backends.native import NativeForward
     from hepatch.backends.static_kv import StaticKV
+    from hepatch.region_store import RegionKey
     from hepatch.report import Counters
     from hepatch.sampling import Request
     from hepatch.step_state import StepState
@@ -45,13 +46,6 @@ _EXACT_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 class GraphsSkipped(RuntimeError):
     """Inductor compiled the step but gave up CUDA graphs for it."""
-
-
-class RegionKey(NamedTuple):
-    """What a recording is made for: `rows` of the batch, at least 2, and the `window` of KV positions that is read."""
-
-    rows: int
-    window: int
 
 
 class Region:
@@ -99,6 +93,7 @@ class Region:
 
         The guards of the layers' compilation are evaluated here, because a replay runs no host code.
         """
+        self._decoder.find_hooks()
         stack = self._decoder.stack
         if stack is not None and self._host_key is not None:
             self._turn(self._host_key)
@@ -188,7 +183,7 @@ def _step_of(state: StepState, chooser: Chooser, decoder: Decoder) -> Callable[[
             last = decoder.step(*batch)
         # float32 before anything else, as transformers does.
         logits = last.float()
-        scores = chooser.process(state.ids.t(), state.position[0] + 1, logits)
+        scores = chooser.process(state.tokens_so_far(), logits)
         tokens, finished, broken = chooser.choose(scores, state.noise, state.finished)
         if state.logits is not None:
             state.logits.copy_(logits)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from hepatch.region import RegionKey
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +19,13 @@ if TYPE_CHECKING:
 
 # Distinct selections are distinct programs. A training run has one or two; more than this is a sweep.
 MOST_REGIONS = 8
+
+
+class RegionKey(NamedTuple):
+    """What a recording is made for: `rows` of the batch, at least 2, and the `window` of KV positions that is read."""
+
+    rows: int
+    window: int
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -75,12 +75,14 @@ class Request:
         processors: the caller's own processors, in order.
         eos: ids that end a row; empty where nothing does.
         pad: the id that finished rows get.
+        ignored: int64 `[batch]`, leading columns of each row that a repetition penalty does not count, or None.
     """
 
     selection: Selection
     processors: tuple[Any, ...]
     eos: tuple[int, ...]
     pad: int
+    ignored: torch.Tensor | None = None
 
 
 def plan(
@@ -119,6 +121,7 @@ def plan(
         tuple(processors),
         tuple(eos),
         0 if pad is None else pad,
+        next((p.prompt_ignore_length for p in processors if getattr(p, "prompt_ignore_length", None) is not None), None),
     )
 
 
@@ -127,9 +130,14 @@ def _stage(processor: Any) -> tuple[Any, ...]:
     name = kind.__name__
     if kind.__module__ != PROCESSORS_MODULE or name not in (*SCALARS, *MINIMUM_LENGTH):
         raise Untraceable(f"logits processor {name}")
-    if getattr(processor, "prompt_ignore_length", None) is not None:
-        raise Untraceable("repetition penalty with prompt_ignore_length")
-    return (name, *(getattr(processor, attribute, None) for attribute in BAKED.get(name, ())))
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if ignored is not None and not isinstance(ignored, torch.Tensor):
+        raise Untraceable("repetition penalty with a number of prompt tokens to ignore")
+    return (
+        name,
+        ignored is not None,
+        *(getattr(processor, attribute, None) for attribute in BAKED.get(name, ())),
+    )
 
 
 def eos_ids(holder: Any) -> tuple[int, ...]:
@@ -140,31 +148,89 @@ def eos_ids(holder: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
+class TokensSoFar(NamedTuple):
+    """What processors may look at beside the scores.
+
+    Attributes:
+        ids: int64 `[rows, window]`; behind the tokens so far copies of a token that the row has.
+        length: int64 scalar, tokens so far.
+        ignored: int64 `[rows]`, leading columns that a repetition penalty does not count.
+    """
+
+    ids: torch.Tensor
+    length: torch.Tensor
+    ignored: torch.Tensor
+
+
+class Stage:
+    """A processor of transformers inside the region. Its float, if it has one, is read from the device.
+
+    Args:
+        processor: the caller's; it keeps its float.
+        device: where the float goes.
+    """
+
+    def __init__(self, processor: Any, device: torch.device) -> None:
+        self._processor = copy.copy(processor)
+        self._attribute = SCALARS[type(processor).__name__]
+        self._skips = getattr(processor, "prompt_ignore_length", None) is not None
+        self.buffers: list[torch.Tensor] = []
+        if self._attribute is not None:
+            self.buffers.append(torch.zeros((), dtype=torch.float32, device=device))
+            setattr(self._processor, self._attribute, self.buffers[0])
+        if self._skips:
+            self._processor.prompt_ignore_length = None
+
+    def load(self, processor: Any) -> None:
+        """Takes the number of another processor of the same kind."""
+        if self._attribute is not None:
+            self.buffers[0].fill_(float(getattr(processor, self._attribute)))
+
+    def __call__(self, so_far: TokensSoFar, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[rows, vocabulary]`, processed."""
+        ids = so_far.ids
+        if self._skips:
+            columns = torch.arange(ids.shape[1], device=ids.device)
+            skipped = (columns[None, :] < so_far.ignored[:, None]) | (columns[None, :] >= so_far.length)
+            # The processor drops an id past the vocabulary.
+            ids = ids.masked_fill(skipped, scores.shape[-1])
+        processed: torch.Tensor = self._processor(ids, scores)
+        return processed
+
+
 class MinimumLength:
     """Forbids ends of sequence below a length that is read from the device.
 
+    Args:
+        slots: room for ids.
+        device: where they are.
+
     Attributes:
-        limit: int64 scalar, the number of tokens, prompt included, from which a row may end.
-        eos: int64 `[eos_slots]`, unused slots `NO_TOKEN`.
+        buffers: int64 scalar, the number of tokens, prompt included, from which a row may end; and int64 `[slots]`, the ids,
+            with `NO_TOKEN` in unused slots.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self.limit = torch.zeros((), dtype=torch.long, device=device)
-        self.eos = torch.full((slots,), NO_TOKEN, dtype=torch.long, device=device)
+        self.buffers = [
+            torch.zeros((), dtype=torch.long, device=device),
+            torch.full((slots,), NO_TOKEN, dtype=torch.long, device=device),
+        ]
 
     def load(self, processor: Any) -> None:
         """Takes the numbers of a transformers processor."""
+        limit, eos = self.buffers
         if type(processor).__name__ == "MinLengthLogitsProcessor":
-            self.limit.fill_(processor.min_length)
+            limit.fill_(processor.min_length)
         else:
-            self.limit.fill_(processor.prompt_length_to_skip + processor.min_new_tokens)
-        load_ids(self.eos, eos_ids(processor))
+            limit.fill_(processor.prompt_length_to_skip + processor.min_new_tokens)
+        load_ids(eos, eos_ids(processor))
 
-    def __call__(self, length: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[rows, vocabulary]` with the ends of sequence at minus infinity while `length` is below the limit."""
+    def __call__(self, so_far: TokensSoFar, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[rows, vocabulary]` with the ends of sequence at minus infinity below the limit."""
+        limit, eos = self.buffers
         vocabulary = torch.arange(scores.shape[-1], device=scores.device)
-        ends = (vocabulary[:, None] == self.eos[None, :]).any(-1)
-        return torch.where(ends & (length < self.limit), float("-inf"), scores)
+        ends = (vocabulary[:, None] == eos[None, :]).any(-1)
+        return torch.where(ends & (so_far.length < limit), float("-inf"), scores)
 
 
 def load_ids(slots: torch.Tensor, ids: Sequence[int]) -> None:
@@ -185,60 +251,37 @@ class Chooser:
         self.selection = request.selection
         self.eos = torch.full((self.selection.eos_slots,), NO_TOKEN, dtype=torch.long, device=device)
         self.pad = torch.zeros((), dtype=torch.long, device=device)
-        self._stages: list[tuple[Any, torch.Tensor | None]] = [
-            self._build(processor, device) for processor in request.processors
+        self._stages = [
+            MinimumLength(self.selection.eos_slots, device)
+            if type(processor).__name__ in MINIMUM_LENGTH
+            else Stage(processor, device)
+            for processor in request.processors
         ]
-
-    def _build(self, processor: Any, device: torch.device) -> tuple[Any, torch.Tensor | None]:
-        name = type(processor).__name__
-        if name in MINIMUM_LENGTH:
-            return MinimumLength(self.selection.eos_slots, device), None
-        attribute = SCALARS[name]
-        # A copy: the caller's processor keeps its float.
-        traced = copy.copy(processor)
-        if attribute is None:
-            return traced, None
-        scalar = torch.zeros((), dtype=torch.float32, device=device)
-        setattr(traced, attribute, scalar)
-        return traced, scalar
 
     def static_buffers(self) -> list[torch.Tensor]:
         """Everything that a graph reads from this object."""
-        buffers = [self.eos, self.pad]
-        for stage, scalar in self._stages:
-            if isinstance(stage, MinimumLength):
-                buffers += [stage.limit, stage.eos]
-            elif scalar is not None:
-                buffers.append(scalar)
-        return buffers
+        return [self.eos, self.pad, *(buffer for stage in self._stages for buffer in stage.buffers)]
 
     def load(self, request: Request) -> None:
         """Takes the numbers of a call with the same selection."""
         load_ids(self.eos, request.eos)
         self.pad.fill_(request.pad)
-        for processor, (stage, scalar) in zip(request.processors, self._stages, strict=True):
-            if isinstance(stage, MinimumLength):
-                stage.load(processor)
-            elif scalar is not None:
-                attribute = SCALARS[type(processor).__name__]
-                assert attribute is not None
-                scalar.fill_(float(getattr(processor, attribute)))
+        for processor, stage in zip(request.processors, self._stages, strict=True):
+            stage.load(processor)
 
-    def process(self, ids: torch.Tensor, length: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def process(self, so_far: TokensSoFar, logits: torch.Tensor) -> torch.Tensor:
         """Runs the processors in order.
 
         Args:
-            ids: int64 `[rows, window]`: the tokens so far, and behind them copies of a token that the row has, so that a
-                penalty for repetition sees the same set of tokens.
-            length: int64 scalar, tokens so far.
+            so_far: the tokens of each row.
             logits: float32 `[rows, vocabulary]`.
 
         Returns:
             float32 scores `[rows, vocabulary]`.
         """
         scores = logits
-        for stage, _ in self._stages:
-            scores = stage(length if isinstance(stage, MinimumLength) else ids, scores)
+        for stage in self._stages:
+            scores = stage(so_far, scores)
         return scores
 
     def choose(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from hepatch.sampling import TokensSoFar
 from hepatch.static_buffer import StaticBuffer, make_static
 
 
@@ -24,6 +25,7 @@ class StepState:
         mask: int64 `[window, rows]`, 0 where the prompt is padded, 1 elsewhere and behind the prompt.
         ids: int64 `[window, rows]`, prompt and new tokens, and behind them copies of the row's first token.
         finished: bool `[rows]`, rows that have ended.
+        ignored: int64 `[rows]`, leading columns that a repetition penalty does not count.
         status: int64 `[2]`: length at which all rows had ended, length at which scores were first no distribution; 0: never.
         noise, scores, logits: float32 `[rows, vocabulary]`, or None where the call needs none.
         relocations: how often graphs had to be recorded anew.
@@ -34,6 +36,7 @@ class StepState:
     mask: torch.Tensor
     ids: torch.Tensor
     finished: torch.Tensor
+    ignored: torch.Tensor
 
     def __init__(self, device: torch.device, vocabulary: int) -> None:
         self.device = device
@@ -52,6 +55,7 @@ class StepState:
                 "mask": torch.long,
                 "ids": torch.long,
                 "finished": torch.bool,
+                "ignored": torch.long,
                 "noise": torch.float32,
                 "scores": torch.float32,
                 "logits": torch.float32,
@@ -80,17 +84,14 @@ class StepState:
             tokens: rows times positions.
             noise, scores, logits: whether the call needs them.
         """
-        for name, elements in (
-            ("mask", tokens),
-            ("ids", tokens),
-            ("tokens", rows),
-            ("row_positions", rows),
-            ("finished", rows),
-        ):
-            self._memory[name].reserve(elements)
+        for name in ("mask", "ids"):
+            self._memory[name].reserve(tokens)
+        for name in ("tokens", "row_positions", "finished", "ignored"):
+            self._memory[name].reserve(rows)
         self.tokens = self._memory["tokens"].face(rows, 1, dynamic=(0,))
         self.row_positions = self._memory["row_positions"].face(rows, 1, dynamic=(0,))
         self.finished = self._memory["finished"].face(rows, dynamic=(0,))
+        self.ignored = self._memory["ignored"].face(rows, dynamic=(0,))
         for name, wanted in (("noise", noise), ("scores", scores), ("logits", logits)):
             face = None
             if wanted:
@@ -103,13 +104,20 @@ class StepState:
         self.mask = self._memory["mask"].face(window, rows, dynamic=(0, 1))
         self.ids = self._memory["ids"].face(window, rows, dynamic=(0, 1))
 
-    def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, positions: torch.Tensor) -> None:
+    def begin(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        ignored: torch.Tensor | None,
+    ) -> None:
         """Takes a prompt. The current face must hold the whole call.
 
         Args:
             input_ids: int64 `[batch, prompt]`.
             attention_mask: int64 `[batch, prompt]`, or None where nothing is padded.
             positions: int64 `[batch, prompt]`.
+            ignored: int64 `[batch]`, or None where a repetition penalty counts everything.
         """
         batch, prompt = input_ids.shape
         self.mask.fill_(1)
@@ -124,6 +132,9 @@ class StepState:
         # Rows beyond the batch have ended before they start: they pad a key up and must never hold a call open.
         self.finished.fill_(True)
         self.finished[:batch] = False
+        self.ignored.zero_()
+        if ignored is not None:
+            self.ignored[:batch].copy_(ignored)
         self.status.zero_()
         if self.noise is not None:
             self.noise.fill_(1.0)
@@ -143,6 +154,10 @@ class StepState:
         self.finished.copy_(finished)
         reached = torch.stack((finished.all(), broken))
         self.status.copy_(torch.where(reached & (self.status == 0), self.position + 1, self.status))
+
+    def tokens_so_far(self) -> TokensSoFar:
+        """What the processors look at. Traceable."""
+        return TokensSoFar(self.ids.t(), self.position[0] + 1, self.ignored)
 
     def sequences(self, batch: int, length: int) -> torch.Tensor:
         """A copy of the first `length` tokens of each row, int64 `[batch, length]`."""
