@@ -120,7 +120,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def serve(  # noqa: PLR0917 - a process target takes positions
+def serve(
     connection: Connection,
     name: str,
     workload: Workload,

@@ -1,8 +1,8 @@
 """What hepatch keeps for an engine: the model it serves, its settings, regions, caches and counters.
 
-An attachment hangs on its engine, as one plain attribute, and dies with it. Models are found by identity in a weak map; nothing
-of ours sits on a model, so that deep copies, pickles and state dicts stay ordinary. A map from engines to attachments would never
-let go: a model's hooks reach its engine, and a region reaches its model.
+An attachment hangs on its engine, as one plain attribute, and dies with it. Models are found by identity in a weak map;
+nothing of ours sits on a model, so that deep copies, pickles and state dicts stay ordinary. A map from engines to
+attachments would never let go: a model's hooks reach its engine, and a region reaches its model.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Attachment:
     def fail(self, error: BaseException, doing: str) -> None:
         """Takes note of a failed region: drops every region and refuses the next calls.
 
-        A compilation that never worked is not tried again before `reset`. One that fails after it has worked, such as a capture
-        that something else in the process disturbed, is tried again a few times, each after some eager calls.
+        A compilation that never worked is not tried again before `reset`. One that fails after it has worked, such as a
+        capture that something else in the process disturbed, is tried again a few times, each after some eager calls.
 
         Args:
             error: what was raised.
@@ -231,7 +231,7 @@ class Attachment:
         self.state.turn(lease.rows, lease.window(length))
 
     def refresh(self, region: Region) -> None:
-        """After a prompt and before the first step: has graphs recorded anew where memory has moved that they cannot see.
+        """After a prompt and before the first step: has graphs recorded anew where memory moved unseen by them.
 
         Weights stay where they are over optimizer steps and move with `offload_states`; the cache moves when it grows.
         """
@@ -254,7 +254,7 @@ class Attachment:
     def needed_bytes(self, rows: int, length: int) -> int:
         """KV cache, in bytes, that the engine holds once it has served a call of this size."""
         from hepatch.backends.static_kv import grown
-    
+
         if self.model is None or not self._parameters or self._static_cache is not None:
             return 0
         lease = Lease(max(2, rows), self.settings.bucket_tokens)

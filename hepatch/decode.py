@@ -1,7 +1,7 @@
 """The decode loop: prefill, one region call a token, deferred stop check, and what transformers would return.
 
-`sample` stands where transformers' own sampling loop stands and honours its contract. It chooses once, before the first token: a
-region or the original path. Whatever fails later ends in `recovery`, in the same call.
+`sample` stands where transformers' own sampling loop stands and honours its contract. It chooses once, before the first
+token: a region or the original path. Whatever fails later ends in `recovery`, in the same call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
         reason = _reason_for_eager(attachment, model, call)
     except HepatchError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the original path serves the call
         # A model or an argument that this code does not know how to read. Nothing has been done yet.
         attachment.unreadable(error)
         return original(*args, **kwargs)
@@ -96,7 +96,8 @@ class _Run:
         """The whole call, from prompt to result."""
         doing = "prefill over the static cache"
         try:
-            # Buffers that are born under inference mode could not be written outside it; and a region is compiled for one mode.
+            # Buffers that are born under inference mode could not be written outside it;
+            # and a region is compiled for one mode.
             with torch.inference_mode(False), torch.no_grad():
                 region = self._prefill()
                 doing = "a decode step"
@@ -105,7 +106,7 @@ class _Run:
                 if not outcome.broken:
                     return self._result(outcome)
                 self.known = outcome.broken - 1
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, recovery finishes the call
             return self._recover(error, doing)
         return self._finish_eagerly("scores that are no distribution (NaN or infinity)")
 
@@ -126,7 +127,8 @@ class _Run:
         attachment.refresh(region)
         attachment.turn(self.lease, call.max_length)
         state.begin(ids, mask, positions, call.request.ignored)
-        # The prompt's token is chosen eagerly by the code that the region compiles. Rows that pad the key up have ended already.
+        # The prompt's token is chosen eagerly by the code that the region compiles.
+        # Rows that pad the key up have ended already.
         logits = pad_rows(last.float(), self.lease.rows)
         self._draw()
         scores = region.chooser.process(state.tokens_so_far(), logits)

@@ -1,7 +1,7 @@
 """One call of transformers' sampling loop, read: what it asks, and why it may be no plain decode.
 
-Source: ``GenerationMixin._sample`` takes input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
-streamer and model kwargs (transformers 4.48 to 5.24); ``generate`` has prepared all of them.
+Source: ``GenerationMixin._sample`` takes input_ids, logits_processor, stopping_criteria, generation_config,
+synced_gpus, streamer and model kwargs (transformers 4.48 to 5.24); ``generate`` has prepared all of them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _request(processors: Any, criteria: Any, config: Any) -> sampling.Request:
 
 
 def _input_reasons(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> list[str]:
-    if input_ids.ndim != 2 or not input_ids.numel():
+    if input_ids.ndim != 2 or not input_ids.numel():  # noqa: PLR2004 - rows and columns
         return [f"a prompt of shape {list(input_ids.shape)}"]
     reasons = []
     for name in ("attention_mask", "position_ids"):

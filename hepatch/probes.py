@@ -1,7 +1,7 @@
 """What the installed torch, deepspeed, transformers and a given model can do.
 
-Every use of an API that its owner calls private is in this file, each with the symbol it rests on, so that a drift of a host
-shows here and nowhere else. Behaviour and signatures are probed; versions are never compared.
+Every use of an API that its owner calls private is in this file, each with the symbol it rests on, so that a drift of a
+host shows here and nowhere else. Behaviour and signatures are probed; versions are never compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FULL_LENGTH_LAYERS = ("full_attention", "sliding_attention")
 
 
 def generation_model(module: torch.nn.Module) -> Any | None:
-    """The model whose `generate` runs, or None: the first `GenerationMixin` in `module`, which with PEFT is an inner one."""
+    """The model whose `generate` runs, or None: the first `GenerationMixin` in `module`; with PEFT, an inner one."""
     mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
     if mixin is None:
         return None
@@ -56,8 +56,8 @@ def cache_keyword(model: Any) -> str:
 def static_cache_obstacle(model: Any) -> str | None:
     """Why this model cannot decode over a static cache, or None.
 
-    Source: ``PreTrainedModel._can_compile_fullgraph`` (transformers 4.54 and later) is transformers' own declaration that a
-    model decodes over a static cache in one graph; layered caches (``CacheLayerMixin``) exist since 4.54.
+    Source: ``PreTrainedModel._can_compile_fullgraph`` (transformers 4.54 and later) is transformers' own declaration
+    that a model decodes over a static cache in one graph; layered caches (``CacheLayerMixin``) exist since 4.54.
     """
     name = type(model).__name__
     config = getattr(model, "config", None)
@@ -104,9 +104,9 @@ def kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
     return 2 * layer_count(model) * int(heads) * int(dim) * dtype.itemsize
 
 
-# Hooks that change nothing in what a decode step computes, by the module that defines them: DeepSpeed's own; transformers' recorder
-# of hidden states, which stays for good after one call and is idle without a collector; and the one that
-# gradient_checkpointing_enable() puts on the embedding (``make_inputs_require_grads``).
+# Hooks that change nothing in what a decode step computes, by the module that defines them: DeepSpeed's own;
+# transformers' recorder of hidden states, which stays for good after one call and is idle without a collector; and the
+# one that gradient_checkpointing_enable() puts on the embedding (``make_inputs_require_grads``).
 _IDLE_HOOKS = ("deepspeed.", "transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
@@ -117,8 +117,8 @@ def hooks(model: torch.nn.Module) -> tuple[tuple[str, ...], list[dict[int, Any]]
     compilation would silently not run, and one on the root is not part of `forward` at all.
 
     Returns:
-        Names of the modules with hooks that a region would have to call; and the tables that hold only idle ones, which a step
-        can do without.
+        Names of the modules with hooks that a region would have to call; and the tables that hold only idle ones, which
+        a step can do without.
     """
     foreign: list[str] = []
     idle: list[dict[int, Any]] = []
@@ -191,8 +191,8 @@ def skipped_graphs() -> int:
 def recorded_graphs(device: torch.device) -> int:
     """CUDA graphs that graph trees have recorded on this device from this thread.
 
-    Source: ``torch._inductor.cudagraph_trees.CUDAGraphTreeManager.graph_counter``, an `itertools.count` whose next value is
-    the number of graphs so far.
+    Source: ``torch._inductor.cudagraph_trees.CUDAGraphTreeManager.graph_counter``, an `itertools.count` whose next
+    value is the number of graphs so far.
     """
     manager = _tree_manager(device)
     return 0 if manager is None else int(next(copy.copy(manager.graph_counter)))
@@ -252,8 +252,8 @@ def vocabulary(model: Any) -> int:
 def engine_facts(engine: Any) -> dict[str, Any]:
     """What a hybrid engine's configuration and construction decide, under the names of `hepatch.facts.Facts`.
 
-    Source: ``DeepSpeedEngine._config`` (``zero_config.stage``, ``hybrid_engine``, ``_param_dict``: the raw ds_config) and
-    ``DeepSpeedHybridEngine._inference_containers``.
+    Source: ``DeepSpeedEngine._config`` (``zero_config.stage``, ``hybrid_engine``, ``_param_dict``: the raw ds_config)
+    and ``DeepSpeedHybridEngine._inference_containers``.
     """
     from hepatch import settings
 
@@ -277,8 +277,8 @@ def weights_offloaded(engine: Any, parameters: Iterable[torch.Tensor]) -> bool:
 def set_aside_decode_graphs(engine: Any) -> Any | None:
     """Takes DeepSpeed's own decode graphs out of an engine and returns them; None where there are none.
 
-    Source: ``DeepSpeedHybridEngine._decode_graphs`` and ``_orig_module_forward`` (DeepSpeed 0.19.6 and later): `eval` sets
-    ``module.forward`` to the former, `train` puts the latter back.
+    Source: ``DeepSpeedHybridEngine._decode_graphs`` and ``_orig_module_forward`` (DeepSpeed 0.19.6 and later): `eval`
+    sets ``module.forward`` to the former, `train` puts the latter back.
     """
     graphs = engine.__dict__.get("_decode_graphs")
     if graphs is None:
@@ -327,8 +327,8 @@ def generate_output(sequences: torch.Tensor, **parts: Any) -> Any:
 def attention_registries() -> tuple[Any, Any, Any]:
     """transformers' registry of attention functions, its registry of mask functions, and its boolean mask function.
 
-    Source: ``transformers.modeling_utils.AttentionInterface``, ``transformers.masking_utils.AttentionMaskInterface`` and
-    ``sdpa_mask`` there, whose result is True where to attend.
+    Source: ``transformers.modeling_utils.AttentionInterface``, ``transformers.masking_utils.AttentionMaskInterface``
+    and ``sdpa_mask`` there, whose result is True where to attend.
 
     Raises:
         AttributeError, ImportError: this transformers has not all of them.
@@ -347,8 +347,8 @@ def has_triton() -> bool:
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """The decoder layers of a model, in order.
 
-    Source: ``transformers.modeling_layers.GradientCheckpointingLayer`` (transformers 4.53 and later), the base class of what a
-    model repeats.
+    Source: ``transformers.modeling_layers.GradientCheckpointingLayer`` (transformers 4.53 and later), the base class of
+    what a model repeats.
     """
     layer_class = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
     if layer_class is None:

@@ -1,8 +1,8 @@
 """Stop flags and streamed tokens, read back from the device without waiting for the step in progress.
 
-A flag is copied to pinned memory with an event behind it, every few steps, and looked at when the next copy is due: by then the
-device has long passed the event. The lag is a fixed number of steps and never depends on timing, so that how many steps run, and
-with it how much randomness a sampling call draws, is the same in every run.
+A flag is copied to pinned memory with an event behind it, every few steps, and looked at when the next copy is due: by
+then the device has long passed the event. The lag is a fixed number of steps and never depends on timing, so that how
+many steps run, and with it how much randomness a sampling call draws, is the same in every run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Recovery: whatever goes wrong after the prompt, the same call ends with the right tokens.
 
-One mechanism for all failures: transformers' own `_sample`, with the processors and criteria that were prepared for this call, over
-the ids and mask extended by the tokens produced so far, and the fresh cache that transformers prepared and a region never touches.
+One mechanism for all failures: transformers' own `_sample`, with the processors and criteria that were prepared for
+this call, over the ids and mask extended by the tokens produced so far, and the fresh cache that transformers prepared
+and a region never touches.
 
-A second `generate` would be wrong: it takes finished rows for live ones, shows the prompt to the streamer again and shifts
-`min_new_tokens`. Rows that have finished are marked so by a criterion at the first recovered token and padded there afterwards.
+A second `generate` would be wrong: it takes finished rows for live ones, shows the prompt to the streamer again and
+shifts `min_new_tokens`. Rows that have finished are marked so by a criterion at the first recovered token and padded
+there afterwards.
 """
 
 from __future__ import annotations

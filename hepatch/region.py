@@ -1,13 +1,14 @@
 """A region: one whole decode step for the batch, compiled once, recorded once for each key.
 
-The key is (rows, window): how many rows run and how many KV positions are read. It reaches the graph as two symbolic sizes,
-those of the buffers' current faces, so that there is one compilation for all keys and CUDA graph trees record one graph for
-each. A *position* is the 0-based index of the token that a step reads; the step itself finds it in a device tensor.
+The key is (rows, window): how many rows run and how many KV positions are read. It reaches the graph as two symbolic
+sizes, those of the buffers' current faces, so that there is one compilation for all keys and CUDA graph trees record
+one graph for each. A *position* is the 0-based index of the token that a step reads; the step itself finds it in a
+device tensor.
 
-Every region compiles a code object of its own, because Dynamo's cache and its recompile limit belong to the code object.
+Every region compiles a code object of its own, as Dynamo's cache and its recompile limit belong to the code object.
 
-Source: ``torch.compile(mode="reduce-overhead")``; CUDA graph trees run a key eagerly on its first visit, record on its second and
-replay from the third (``torch._inductor.cudagraph_trees``).
+Source: ``torch.compile(mode="reduce-overhead")``; CUDA graph trees run a key eagerly on its first visit, record on its
+second and replay from the third (``torch._inductor.cudagraph_trees``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _VISITS_BEFORE_REPLAY = 2
 _EXACT_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class GraphsSkipped(RuntimeError):
+class GraphsSkipped(RuntimeError):  # noqa: N818 - no error of the step, whose outcome is right
     """Inductor compiled the step but gave up CUDA graphs for it."""
 
 
@@ -128,7 +129,8 @@ class Region:
             return
         compiled, skipped = probes.compiled_graphs(), probes.skipped_graphs()
         recorded = probes.recorded_graphs(state.device)
-        # Compiling and warming up may draw random numbers (benchmarks of kernels do); only sampling may move the generators.
+        # Compiling and warming up may draw random numbers (benchmarks of kernels do);
+        # only sampling may move the generators.
         with torch.random.fork_rng(devices=_generators(state.device)), _without_size_warning():
             self._call(key)
         counters.region_steps += 1

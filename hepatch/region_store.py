@@ -1,8 +1,8 @@
 """The regions of one engine, one for each selection, and the bound on what they record.
 
-A recording cannot be dropped alone: CUDA graph trees keep it in a closure that lives as long as its region. So keys are admitted
-up to a limit. Past it a step is padded up to a key that covers it; where none does, every region goes, and compiling starts
-over. Both keep tokens right; the report shows the limit.
+A recording cannot be dropped alone: CUDA graph trees keep it in a closure that lives as long as its region. So keys are
+admitted up to a limit. Past it a step is padded up to a key that covers it; where none does, every region goes, and
+compiling starts over. Both keep tokens right; the report shows the limit.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RegionStore:
         return region
 
     def lease(self, region: Region, batch: int, prompt: int, length: int) -> Lease | None:
-        """The keys that a call will use, or None when the limit is reached and what is recorded does not cover the call.
+        """The keys that a call will use; None when the limit is reached and what is recorded does not cover the call.
 
         Args:
             region: from `region`.

@@ -1,12 +1,12 @@
-"""Token selection inside the region: logits processing, greedy or sampled choice, end of sequence, padding of finished rows.
+"""Token selection inside the region: logits processing, greedy or sampled choice, end of sequence, padding after it.
 
-transformers' own processor classes do the arithmetic where they trace. Two things are ours, because a graph has no Python
-state: the numbers a caller may change from call to call (temperature, top-p, penalty) are read from device scalars, and
-minimum lengths compare the position on the device instead of a tensor's shape.
+transformers' own processor classes do the arithmetic where they trace. Two things are ours, because a graph has no
+Python state: the numbers a caller may change from call to call (temperature, top-p, penalty) are read from device
+scalars, and minimum lengths compare the position on the device instead of a tensor's shape.
 
-Sampling takes the highest of score plus Gumbel noise, which draws from the softmax of the scores exactly; `multinomial` is not
-recorded into graphs. The noise is drawn outside the region, one draw a token from torch's default generator: compiling,
-warming up and recording therefore never touch the random state, and a seed reproduces.
+Sampling takes the highest of score plus Gumbel noise, which draws from the softmax of the scores exactly; `multinomial`
+is not recorded into graphs. The noise is drawn outside the region, one draw a token from torch's default generator:
+compiling, warming up and recording therefore never touch the random state, and a seed reproduces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROCESSORS_MODULE = "transformers.generation.logits_process"
-# Class, and the float that it reads at each call; None: it has none. Checked by test against the installed transformers.
+# Class, and the float that it reads at each call; None: it has none.
+# Checked by test against the installed transformers.
 SCALARS = {
     "TemperatureLogitsWarper": "temperature",
     "TopPLogitsWarper": "top_p",
@@ -41,7 +42,7 @@ EOS_SLOTS = 8
 NO_TOKEN = -1
 
 
-class Untraceable(Exception):
+class Untraceable(Exception):  # noqa: N818 - no error: the call goes on eagerly, with this as its reason
     """A processor or a criterion that a region does not express; the message names it."""
 
 
@@ -121,7 +122,9 @@ def plan(
         tuple(processors),
         tuple(eos),
         0 if pad is None else pad,
-        next((p.prompt_ignore_length for p in processors if getattr(p, "prompt_ignore_length", None) is not None), None),
+        next(
+            (p.prompt_ignore_length for p in processors if getattr(p, "prompt_ignore_length", None) is not None), None
+        ),
     )
 
 
@@ -141,7 +144,7 @@ def _stage(processor: Any) -> tuple[Any, ...]:
 
 
 def eos_ids(holder: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids of a criterion or processor of transformers, which keeps them as a tensor, a list or an int."""
+    """The end-of-sequence ids of a criterion or processor of transformers, which holds a tensor, a list or an int."""
     ids = holder.eos_token_id
     if isinstance(ids, torch.Tensor):
         ids = ids.tolist()
@@ -206,8 +209,8 @@ class MinimumLength:
         device: where they are.
 
     Attributes:
-        buffers: int64 scalar, the number of tokens, prompt included, from which a row may end; and int64 `[slots]`, the ids,
-            with `NO_TOKEN` in unused slots.
+        buffers: int64 scalar, the number of tokens, prompt included, from which a row may end; and int64 `[slots]`, the
+            ids, with `NO_TOKEN` in unused slots.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -240,7 +243,7 @@ def load_ids(slots: torch.Tensor, ids: Sequence[int]) -> None:
 
 
 class Chooser:
-    """Selects the tokens of one step; the same object serves the prompt's token eagerly and the region's inside the graph.
+    """Selects the tokens of one step; one object serves the prompt's token eagerly and the region's inside the graph.
 
     Args:
         request: the first call with this selection.
@@ -295,14 +298,15 @@ class Chooser:
             finished: bool `[rows]`, rows that have ended.
 
         Returns:
-            int64 tokens `[rows]`, bool `[rows]` finished from now on, and a bool scalar: these scores are no distribution
-            (transformers' sampling would raise on them).
+            int64 tokens `[rows]`, bool `[rows]` finished from now on, and a bool scalar: these scores are no
+            distribution (transformers' sampling would raise on them).
         """
         if noise is None:
             tokens = scores.argmax(-1)
             broken = torch.zeros((), dtype=torch.bool, device=scores.device)
         else:
-            # An exponential draw of exactly zero would give plus infinity, also to a forbidden token's neighbour: keep it finite.
+            # An exponential draw of exactly zero would give plus infinity, also to a forbidden token's neighbour:
+            # keep it finite.
             gumbel = -noise.clamp_min(torch.finfo(torch.float32).tiny).log()
             tokens = (scores + gumbel).argmax(-1)
             broken = (~scores.gather(-1, tokens[:, None])[:, 0].isfinite() & ~finished).any()

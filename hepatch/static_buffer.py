@@ -1,11 +1,13 @@
 """Memory at one address that a compiled step reads and writes through contiguous faces of different sizes.
 
-A step of a region must find every buffer that it mutates at a static address, and a mutated *view* of a larger buffer does not
-count: Inductor would skip CUDA graphs. So a buffer here is flat, and a *face* is a tensor of its own over the front of that memory,
-of exactly the sizes that a key asks for. Faces of different sizes share the address; a step sees one face of a buffer at a time.
+A step of a region must find every buffer that it mutates at a static address, and a mutated *view* of a larger buffer
+does not count: Inductor would skip CUDA graphs. So a buffer here is flat, and a *face* is a tensor of its own over the
+front of that memory, of exactly the sizes that a key asks for. Faces of different sizes share the address; a step sees
+one face of a buffer at a time.
 
-Two sizes in a graph, rows and window, are symbolic. As every face is contiguous and as large as its key, nothing in the graph
-slices, no third size comes in, and tracing and compiling cost a third of what they cost with slices of larger buffers.
+Two sizes in a graph, rows and window, are symbolic. As every face is contiguous and as large as its key, nothing in the
+graph slices, no third size comes in, and tracing and compiling cost a third of what they cost with slices of larger
+buffers.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class StaticBuffer:
         self._faces.clear()
 
     def face(self, *shape: int, dynamic: tuple[int, ...]) -> torch.Tensor:
-        """The front of the memory as a contiguous tensor; the same object for the same shape, until the address changes.
+        """The front of the memory as a contiguous tensor; one object for each shape, until the address changes.
 
         Args:
             shape: sizes of the face; their product is within what was reserved.
@@ -56,8 +58,8 @@ class StaticBuffer:
         Raises:
             ValueError: the memory is too small.
 
-        Source: ``torch._dynamo.mark_static_address`` (torch 2.6 to 2.13): with ``guard=False`` a new address makes CUDA graph
-        trees record again; with a guard it would compile again.
+        Source: ``torch._dynamo.mark_static_address`` (torch 2.6 to 2.13): with ``guard=False`` a new address makes CUDA
+        graph trees record again; with a guard it would compile again.
         """
         known = self._faces.get(shape)
         if known is not None:
@@ -66,8 +68,8 @@ class StaticBuffer:
             raise ValueError(
                 f"a face of {list(shape)} does not fit into {self._flat.numel()} elements; reserve() comes first"
             )
-        # set_, not a view: a view is recognised as one and not as static.
-        face = self._flat.new_empty(0).set_(self._flat.untyped_storage(), 0, shape)
+        # set_, not a view: a view is recognised as one and not as static. An empty stride means contiguous.
+        face = self._flat.new_empty(0).set_(self._flat.untyped_storage(), 0, shape, ())
         torch._dynamo.mark_static_address(face, guard=False)
         for dimension in dynamic:
             torch._dynamo.mark_dynamic(face, dimension)

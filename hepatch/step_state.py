@@ -26,7 +26,7 @@ class StepState:
         ids: int64 `[window, rows]`, prompt and new tokens, and behind them copies of the row's first token.
         finished: bool `[rows]`, rows that have ended.
         ignored: int64 `[rows]`, leading columns that a repetition penalty does not count.
-        status: int64 `[2]`: length at which all rows had ended, length at which scores were first no distribution; 0: never.
+        status: int64 `[2]`: length when all rows had ended, length when scores were first no distribution; 0: never.
         noise, scores, logits: float32 `[rows, vocabulary]`, or None where the call needs none.
         relocations: how often graphs had to be recorded anew.
     """
@@ -82,7 +82,9 @@ class StepState:
         Args:
             rows: rows of the key.
             tokens: rows times positions.
-            noise, scores, logits: whether the call needs them.
+            noise: whether the call draws.
+            scores: whether the call returns processed scores.
+            logits: whether the call returns raw logits.
         """
         for name in ("mask", "ids"):
             self._memory[name].reserve(tokens)

@@ -1,8 +1,8 @@
 """Admission of a model to the native backend, by behaviour.
 
-Before anything is compiled, a short left-padded prompt and two decode steps run through `NativeForward` and through the model's
-own forward without a cache. A model whose masks or positions depend on something that `NativeForward` does not hand over shows
-here, and keeps its own path. Nothing random is drawn and no weight is written.
+Before anything is compiled, a short left-padded prompt and two decode steps run through `NativeForward` and through the
+model's own forward without a cache. A model whose masks or positions depend on something that `NativeForward` does not
+hand over shows here, and keeps its own path. Nothing random is drawn and no weight is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 PROMPT, STEPS, PADDING, WINDOW = 6, 2, 2, 16
 # The attention function finds a layer's cache in one place of the process.
 _one_at_a_time = threading.Lock()
-# Largest difference allowed, relative to the largest logit: rounding of two orders of summation, not a wrong mask, which is off by
-# far more. By dtype of the logits.
+# Largest difference allowed, relative to the largest logit: rounding of two orders of summation, not a wrong mask,
+# which is off by far more. By dtype of the logits.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -37,7 +37,7 @@ class NotAdmittedError(Exception):
 def admit(model: Any, device: torch.device) -> NativeForward:
     """The quickest forward of a model over a static cache that is right.
 
-    Tried in turn: layers as ops with hepatch's attention, the same with the model's own attention, and the model traced whole.
+    Tried in turn: layers as ops with hepatch's attention, the same with the model's own, and the model traced whole.
 
     Args:
         model: a causal LM of transformers.
@@ -55,7 +55,7 @@ def admit(model: Any, device: torch.device) -> NativeForward:
         for way in ways[:-1]:
             try:
                 return _checked(NativeForward(model, **way), device)
-            except NotAdmittedError as error:
+            except NotAdmittedError as error:  # noqa: PERF203 - three rounds, and a failed one leads to the next
                 logger.debug("hepatch: %s does not decode with %s: %s", type(model).__name__, way, error)
         return _checked(NativeForward(model, **ways[-1]), device)
 

@@ -1,14 +1,14 @@
 """Attention of a decode step as one op: stores the new token's key and value and attends over the window.
 
-One op a layer instead of some twenty traced ones halves what is traced and compiled, reads grouped KV heads once instead of
-repeating them, and gives the same result run after run, which cuDNN's masked attention does not.
+One op a layer instead of some twenty traced ones halves what is traced and compiled, reads grouped KV heads once
+instead of repeating them, and gives the same result run after run, which cuDNN's masked attention does not.
 
-It is reached through transformers' own registry of attention functions: during a step, and only then, the configuration names
-`NAME`. The mask is still the model's own (built by transformers' boolean mask function), so windows, padding and causality are
-what the model says. A model that hands attention something unknown here, such as sinks, does not pass admission with this op and
-keeps its own attention function.
+It is reached through transformers' own registry of attention functions: during a step, and only then, the configuration
+names `NAME`. The mask is still the model's own (built by transformers' boolean mask function), so windows, padding and
+causality are what the model says. A model that hands attention something unknown here, such as sinks, does not pass
+admission with this op and keeps its own attention function.
 
-Source: ``AttentionInterface`` and ``AttentionMaskInterface`` (transformers 4.48 and later; the latter from 4.53), and the
+Source: ``AttentionInterface`` (transformers 4.48 and later), ``AttentionMaskInterface`` (4.53 and later), and the
 contract of ``sdpa_attention_forward``: query ``[batch, heads, 1, dim]`` in, ``[batch, 1, heads, dim]`` and None out.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME = "hepatch_decode"
-# What models pass to their attention function beside its own arguments, without effect on a decode step's result: the window is
-# in the mask already.
+# What models pass to their attention function beside its own arguments, without effect on a decode step's result: the
+# window is in the mask already.
 _WITHOUT_EFFECT = (
     "dropout",
     "sliding_window",
@@ -67,8 +67,8 @@ def chosen(config: Any) -> Iterator[None]:
     Args:
         config: of the decoder.
 
-    Source: ``PreTrainedConfig._attn_implementation`` is a property over ``_attn_implementation_internal``; its setter would also
-    write to the configurations of other parts of the model.
+    Source: ``PreTrainedConfig._attn_implementation`` is a property over ``_attn_implementation_internal``; its setter
+    would also write to the configurations of other parts of the model.
     """
     before = config._attn_implementation_internal
     config._attn_implementation_internal = NAME

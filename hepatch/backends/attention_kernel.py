@@ -1,8 +1,8 @@
-"""The decode attention as Triton kernels: one query a head, split over the window where there are too few heads to fill a GPU.
+"""The decode attention as Triton kernels: one query a head, split over the window where heads are too few to fill a GPU.
 
-A program serves one row, one KV head and all query heads that share it, and one part of the window. It reads no further than the
-position. The new token's key and value come from registers; the program whose part holds the position stores them. Partial results are joined by a second kernel in a fixed order:
-the same inputs give the same bits.
+A program serves one row, one KV head and all query heads that share it, and one part of the window. It reads no further
+than the position. The new token's key and value come from registers; the program whose part holds the position stores
+them. Partial results are joined by a second kernel in a fixed order: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(key_base + position * key_position + dims, new_key, mask=in_dim)
         tl.store(value_base + position * value_position + value_dims, new_value, mask=in_value_dim)
 
-    # Stored columns only: the loads feed the products as they are, so that they can be fetched ahead. What lies behind the position
-    # is closed in the mask by causality, and the new token is added behind the loop.
+    # Stored columns only: the loads feed the products as they are, so that they can be fetched ahead. What lies behind
+    # the position is closed in the mask by causality, and the new token is added behind the loop.
     stored = tl.minimum(stop, position)
     best = tl.full((PADDED_GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED_GROUP,), tl.float32)

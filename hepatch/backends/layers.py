@@ -1,18 +1,19 @@
 """Decoder layers as opaque ops: a model of any depth costs the compilation of one layer.
 
-Tracing and compiling a decode step is paid by the operation, and nearly all operations are the same layer again and again. So the
-step that is compiled whole sees each decoder layer as ONE op, `hepatch::layer`; the op's body runs the layer's own forward, compiled
-by itself, once for all layers of the same shape. When a step is recorded, what the bodies launch is recorded with it.
+Tracing and compiling a decode step is paid by the operation, and nearly all operations are the same layer again and
+again. So the step that is compiled whole sees each decoder layer as ONE op, `hepatch::layer`; the op's body runs the
+layer's own forward, compiled by itself, once for all layers of the same shape. When a step is recorded, what the bodies
+launch is recorded with it.
 
 Two things follow, and both are dealt with here and in `region`:
 
-* What a layer does is hidden from the guards of the step. Dynamo still guards the layers' own compilation, but a replay runs no
-  host code. `LayerStack.signature` has those guards evaluated, once a generate, without launching anything; a region records anew
-  when the answer changes (an adapter was switched, merged, added).
-* Weights and KV cache are hidden from CUDA graph trees, which would record anew when an address changes. The region is told by
-  `Attachment` and records anew.
+* What a layer does is hidden from the guards of the step. Dynamo still guards the layers' own compilation, but a replay
+  runs no host code. `LayerStack.signature` has those guards evaluated, once a generate, without launching anything; a
+  region records anew when the answer changes (an adapter was switched, merged, added).
+* Weights and KV cache are hidden from CUDA graph trees, which would record anew when an address changes. The region is
+  told by `Attachment` and records anew.
 
-The position goes through the op's arguments although the body could find it: the step moves it on, and must not do so before.
+The position is an argument of the op although the body could find it: the step moves it on, and must not do so before.
 """
 
 from __future__ import annotations
@@ -115,9 +116,7 @@ class LayerStack:
         self._probing: torch.Tensor | None = None
         self.handle = next(_handles)
         _stacks[self.handle] = self
-        self._calls = [
-            types.MethodType(_caller(self, state, index), layer) for index, layer in enumerate(self._layers)
-        ]
+        self._calls = [types.MethodType(_caller(self, state, index), layer) for index, layer in enumerate(self._layers)]
 
     @contextlib.contextmanager
     def opaque(self) -> Iterator[None]:
@@ -213,7 +212,7 @@ class LayerStack:
         return self.take_tags()
 
     def take_tags(self) -> tuple[int, ...]:
-        """Which compilations have run since this was last asked, one number a layer; empty where a graph was replayed."""
+        """Which compilations have run since last asked, one number a layer; empty where a graph was replayed."""
         tags = tuple(self._tags)
         self._tags.clear()
         return tags

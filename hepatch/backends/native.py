@@ -5,9 +5,9 @@ keys and values are copied into the static buffers on the way. Decode steps go t
 a buffer's current face and read all of it.
 
 The model is given a full-length 2D mask and the position as a tensor, so that it builds its own mask: sliding windows,
-eager attention's additive masks and Bloom's alibi all come out as the model means them. Every layer keeps its full length;
-where the model has a sliding window its own mask applies it. Columns beyond the position are open in the 2D mask and closed
-by the causal rule; `admit` checks by behaviour that a model really closes them.
+eager attention's additive masks and Bloom's alibi all come out as the model means them. Every layer keeps its full
+length; where the model has a sliding window its own mask applies it. Columns beyond the position are open in the 2D
+mask and closed by the causal rule; `admit` checks by behaviour that a model really closes them.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class DecodeLayer(_Layer):
         With hepatch's attention both are left to it, and what came in is returned.
         """
         keys, values, position = self.keys, self.values, self.view.position
+        assert keys is not None
+        assert values is not None
         if not self.own_attention:
             attention.HANDOVER.stored = keys, values, position
             return key_states, value_states
@@ -133,8 +135,8 @@ class NativeForward:
         own_attention: decode with the model's own attention function instead of hepatch's op.
         layered: decode with the model's layers as opaque ops.
 
-    Source: the parameters of ``forward`` (``cache`` since transformers 5.20, ``past_key_values`` before; ``cache_position`` up
-    to 5.17) are probed, never inferred from a version.
+    Source: the parameters of ``forward`` (``cache`` since transformers 5.20, ``past_key_values`` before;
+    ``cache_position`` up to 5.17) are probed, never inferred from a version.
     """
 
     def __init__(self, model: Any, *, own_attention: bool = False, layered: bool = True) -> None:
@@ -169,7 +171,7 @@ class NativeForward:
             extra["position_ids"] = position_ids
         if self.takes_cache_position:
             extra["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
-        # __call__, not forward: hooks that DeepSpeed keeps on the root module run once a prompt, as they would in stock.
+        # __call__, not forward: hooks that DeepSpeed keeps on the root module run once a prompt, as in stock.
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -232,8 +234,10 @@ class Decoder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """To be held around every `step`, traced or compiled: the model finds its attention and layers replaced and idle
-        hooks gone."""
+        """To be held around every `step`, traced or compiled.
+
+        The model finds its attention and layers replaced and idle hooks gone.
+        """
         with contextlib.ExitStack() as replaced:
             if not self._forward.own_attention:
                 replaced.enter_context(attention.chosen(self._config))

@@ -1,8 +1,9 @@
 """The KV cache that regions work on: flat memory for keys and values of every layer, kept from call to call.
 
-Positions come first: a face is `[window, rows, heads, dim]`. The faces for all windows of a call are then the front of the same
-memory, whatever the window, so that a longer window moves nothing and a step writes one contiguous stretch. How many rows
-and positions fit is one number, their product: a call of many short rows and one of few long rows share the memory.
+Positions come first: a face is `[window, rows, heads, dim]`. The faces for all windows of a call are then the front of
+the same memory, whatever the window, so that a longer window moves nothing and a step writes one contiguous stretch.
+How many rows and positions fit is one number, their product: a call of many short rows and one of few long rows share
+the memory.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def grown(tokens: int, wanted: int) -> int:
 class StaticKV:
     """Keys and values of every layer, each `[window, rows, heads, dim]` in the face that is current.
 
-    Layers are allocated when the first prompt reaches them, because only then heads, sizes and dtype are certain (autocast
-    decides the dtype of keys and values, not the weights).
+    Layers are allocated when the first prompt reaches them, because only then heads, sizes and dtype are certain
+    (autocast decides the dtype of keys and values, not the weights).
 
     Args:
         layers: how many the model has.
@@ -119,8 +120,8 @@ class StaticKV:
             assert face is not None
             batch, length = prompt.shape[0], prompt.shape[2]
             face[:length, :batch].copy_(prompt.permute(2, 0, 1, 3))
-            # A position that the mask closes has weight zero, and zero times NaN is NaN: whether an earlier call left it there or
-            # the model computes it for padding.
+            # A position that the mask closes has weight zero, and zero times NaN is NaN: whether an earlier call left
+            # it there or the model computes it for padding.
             if self.padding is not None:
                 face[:length, :batch].masked_fill_(self.padding, 0)
             face[:length, batch:].zero_()
