@@ -16,7 +16,7 @@ class FailedError(HepatchError):
 
 
 def first_line(error: BaseException) -> str:
-    """What fits in a log line: the first line of a message, and behind it that of the root error where it is another."""
+    """What fits in a log line: the first line of a message, behind it that of the root error where it is another."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__

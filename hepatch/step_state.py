@@ -82,7 +82,7 @@ class StepState:
         Args:
             rows: rows of the key.
             tokens: rows times positions.
-            noise: whether the call draws.
+            noise: whether the call samples.
             scores: whether the call returns processed scores.
             logits: whether the call returns raw logits.
         """

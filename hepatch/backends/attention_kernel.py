@@ -1,4 +1,4 @@
-"""The decode attention as Triton kernels: one query a head, split over the window where heads are too few to fill a GPU.
+"""The decode attention as Triton kernels: one query a head, split over the window where heads do not fill a GPU.
 
 A program serves one row, one KV head and all query heads that share it, and one part of the window. It reads no further
 than the position. The new token's key and value come from registers; the program whose part holds the position stores
@@ -114,7 +114,7 @@ def _capped(scores, softcap):  # type: ignore[no-untyped-def]
     return softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query,
     key,
@@ -250,7 +250,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(total_pointer + offset, total, mask=in_group)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     partial,
     best_pointer,
