@@ -64,6 +64,7 @@ class Attachment:
         self._engine = weakref.ref(engine)
         self._said = OnceLog()
         self._memory: tuple[int, int] | None = None
+        self._idle_hooks: list[dict[int, Any]] = []
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
@@ -101,7 +102,7 @@ class Attachment:
             causal_lm=self.model is not None,
             model_name=self.name,
             static_cache=self._static_cache if self.model is not None else None,
-            hooks=probes.hooks(self.model)[0] if self.model is not None else (),
+            hooks=self._look_for_hooks(),
             max_positions=None if self.model is None else probes.max_positions(self.model),
             weights_offloaded=probes.weights_offloaded(engine, self._parameters),
             compiler_missing=probes.compiler_obstacle(self.device, self.settings.compile_backend),
@@ -115,6 +116,12 @@ class Attachment:
             call=call,
             **probes.engine_facts(engine),
         )
+
+    def _look_for_hooks(self) -> tuple[str, ...]:
+        if self.model is None:
+            return ()
+        foreign, self._idle_hooks = probes.hooks(self.model)
+        return foreign
 
     def refuse(self, refusals: tuple[Refusal, ...]) -> str:
         """Logs refusals, once an engine and rule, and returns them as the reason of an eager call.
@@ -241,7 +248,7 @@ class Attachment:
         if self._memory is not None and memory != self._memory:
             self.state.relocate()
         self._memory = memory
-        region.refresh()
+        region.refresh(self._idle_hooks)
 
     def _build(self, request: Request) -> Region:
         from hepatch.region import Region

@@ -71,7 +71,7 @@ def _reason_for_eager(attachment: Attachment, model: Any, call: GenerateCall) ->
         needed_bytes=attachment.needed_bytes(call.input_ids.shape[0], total) if not call.unsupported else 0,
     )
     refusals = judge(facts)
-    if not refusals:
+    if not refusals and attachment.forward is None:
         attachment.admit()
         # Admission may have found an obstacle, which is a fact like any other.
         refusals = judge(attachment.facts(facts.call))

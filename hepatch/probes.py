@@ -122,7 +122,7 @@ def hooks(model: torch.nn.Module) -> tuple[tuple[str, ...], list[dict[int, Any]]
     """
     foreign: list[str] = []
     idle: list[dict[int, Any]] = []
-    for module in model.modules():
+    for module in _modules(model):
         for table in (module._forward_pre_hooks, module._forward_hooks):
             if not table:
                 continue
@@ -131,6 +131,26 @@ def hooks(model: torch.nn.Module) -> tuple[tuple[str, ...], list[dict[int, Any]]
             else:
                 foreign.append(type(module).__name__)
     return tuple(dict.fromkeys(foreign)), idle
+
+
+def _modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """What ``root.modules()`` yields, several times as quickly: this runs at every generate."""
+    seen = {id(root): root}
+    waiting = [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in seen:
+                seen[id(child)] = child
+                waiting.append(child)
+    return list(seen.values())
+
+
+def below_autograd() -> Any:
+    """A context in which the dispatcher is as in the body of a custom op.
+
+    Source: ``torch._C._AutoDispatchBelowAutograd`` (torch 2.6 to 2.13).
+    """
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def compiler_obstacle(device: torch.device, backend: str) -> str | None:

@@ -89,12 +89,12 @@ class Region:
             self._decoder.stack.compile(backend)
         self._step = _compile(_step_of(state, self.chooser, self._decoder), backend)
 
-    def refresh(self) -> None:
+    def refresh(self, idle_hooks: list[dict[int, Any]]) -> None:
         """Once a call, before its first step: notices what graphs cannot see, and has them recorded anew.
 
         The guards of the layers' compilation are evaluated here, because a replay runs no host code.
         """
-        self._decoder.find_hooks()
+        self._decoder.idle_hooks = idle_hooks
         stack = self._decoder.stack
         if stack is not None and self._host_key is not None:
             self._turn(self._host_key)

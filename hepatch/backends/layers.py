@@ -110,7 +110,8 @@ class LayerStack:
         self._caches = [LayerCache(layer) for layer in cache_layers]
         self._model_calls = calls
         self._inputs: list[tuple[_Input, ...]] = [()] * len(self._layers)
-        self._samples: dict[tuple[_Input, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._samples: dict[tuple[_Input, ...], list[torch.Tensor]] = {}
+        self._probes: dict[int, _Probe] = {}
         self._run: Callable[..., Any] = run_layer
         self._tags: list[int] = []
         self._probing: torch.Tensor | None = None
@@ -129,6 +130,11 @@ class LayerStack:
         finally:
             for layer in self._layers:
                 layer.__dict__.pop("forward", None)
+
+    def turn(self) -> None:
+        """Takes the faces of the KV cache that are current."""
+        for cache in self._caches:
+            cache.layer.turn()
 
     def learn(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Takes note of how the model calls a layer; `run` fills tensors into the same places."""
@@ -196,19 +202,20 @@ class LayerStack:
     def signature(self) -> tuple[int, ...]:
         """Which compilation each layer would run now: Dynamo's guards are evaluated and nothing is launched.
 
-        The faces of the KV cache must be those of the last `run`.
+        The faces of the KV cache must be those of the last `run`, and the cache's layers turned to them.
         """
         self.take_tags()
-        for index, inputs in enumerate(self._inputs):
-            known = self._samples.get(inputs)
-            if known is None:
-                known = self._samples[inputs] = ([each.empty() for each in inputs], inputs[0].empty())
-            (hidden, *others), self._probing = known
-            try:
-                # Through the op as in a step, because guards see the dispatcher's state.
-                torch.ops.hepatch.layer(hidden, others, self._view.position, self.handle, index)
-            finally:
-                self._probing = None
+        # Guards see the dispatcher's state, so it has to be what it is in the body of an op.
+        with probes.below_autograd():
+            for index, inputs in enumerate(self._inputs):
+                known = self._probes.get(index)
+                if known is None or known.inputs != inputs:
+                    known = self._probes[index] = self._probe(index, inputs)
+                self._probing = known.output
+                try:
+                    self._run(*known.call)
+                finally:
+                    self._probing = None
         return self.take_tags()
 
     def take_tags(self) -> tuple[int, ...]:
@@ -217,11 +224,21 @@ class LayerStack:
         self._tags.clear()
         return tags
 
+    def _probe(self, index: int, inputs: tuple[_Input, ...]) -> _Probe:
+        samples = self._samples.get(inputs)
+        if samples is None:
+            samples = self._samples[inputs] = [each.empty() for each in inputs]
+        return _Probe(inputs, self._arguments(index, samples), inputs[0].empty())
+
     def _call(self, index: int, tensors: Sequence[torch.Tensor]) -> Any:
+        self._caches[index].layer.turn()
+        return self._run(*self._arguments(index, tensors))
+
+    def _arguments(self, index: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """What `run_layer` takes, for one layer."""
         args, kwargs = self._model_calls.templates[index]
         holes, cache, layer = iter(tensors), self._caches[index], self._layers[index]
-        cache.layer.turn()
-        return self._run(
+        return (
             type(layer).forward,
             layer,
             tuple(_filled(value, holes, cache) for value in args),
@@ -240,6 +257,14 @@ class _Input(NamedTuple):
     def empty(self) -> torch.Tensor:
         """A tensor that Dynamo's guards cannot tell from the original."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class _Probe(NamedTuple):
+    """One layer's call for its guards alone: the inputs it imitates, what is called with, and what stands for the output."""
+
+    inputs: tuple[_Input, ...]
+    call: tuple[Any, ...]
+    output: torch.Tensor
 
 
 def run_layer(forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -210,8 +210,8 @@ class Decoder:
         self._forward = forward
         self._state = state
         self._config = probes.text_config(forward.model)
-        self._idle_hooks: list[dict[int, Any]] = []
-        self.find_hooks()
+        # Hooks that a step does without; they may come and go between calls, and Dynamo would trace them.
+        self.idle_hooks = probes.hooks(forward.model)[1]
         own = forward.own_attention
         layers = range(len(kv.keys))
         self._layers = [DecodeLayer(kv, index, state, own) for index in layers]
@@ -223,14 +223,12 @@ class Decoder:
             inner = [DecodeLayer(kv, index, view, own) for index in layers]
             self.stack = LayerStack(forward.model, inner, view, state, forward.calls)
 
-    def find_hooks(self) -> None:
-        """Looks for hooks that a step does without: they may come and go between calls, and Dynamo would trace them."""
-        self._idle_hooks = probes.hooks(self._forward.model)[1]
-
     def turn(self) -> None:
         """Takes the faces of the KV cache that are current."""
         for layer in self._layers:
             layer.turn()
+        if self.stack is not None:
+            self.stack.turn()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -243,7 +241,7 @@ class Decoder:
                 replaced.enter_context(attention.chosen(self._config))
             if self.stack is not None:
                 replaced.enter_context(self.stack.opaque())
-            for table in self._idle_hooks:
+            for table in self.idle_hooks:
                 replaced.callback(table.update, dict(table))
                 table.clear()
             yield
