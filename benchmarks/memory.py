@@ -1,10 +1,14 @@
 """Device memory as the seed benchmark counts it, in MiB.
 
-`extra_mib` of a call = (peak allocated in the call - allocated before the process's first generate) + (reserved in
-CUDA graph pools - allocated in them) - the KV cache. So it holds prompt activations, buffers, workspaces and everything
-graphs keep. What lies outside torch's allocator (loaded kernels, instantiated graphs, library handles) is
-`outside_mib`: device memory in use beyond the start, less what the allocator reserved since; it is shown apart,
-because eager runs load kernels too.
+Two figures of what generating takes beyond weights and KV cache, both from allocations since the reading before the
+process's first generate, and both with what CUDA graph pools reserve and have not allocated:
+
+* `extra_mib`, what stays between warm calls: buffers, workspaces, everything graphs keep;
+* `peak_extra_mib`, the most within a warm call: prompt activations as well.
+
+What lies outside torch's allocator (loaded kernels, instantiated graphs, library handles) is `outside_mib`: device
+memory in use beyond the start, less what the allocator reserved since; it is shown apart, because eager runs load
+kernels too.
 """
 
 from __future__ import annotations
@@ -77,15 +81,31 @@ def extra(start: Reading, now: Reading, peak_mib: float, kv_mib: float) -> dict[
         start: before the process's first generate.
         now: after a warmed-up call.
         peak_mib: most allocated within that call.
-        kv_mib: KV cache that it held.
+        kv_mib: KV cache that the call used.
     """
     idle_in_pools = now.pool_reserved - now.pool_allocated
+    held_mib = round(now.allocated - start.allocated + idle_in_pools, 1)
     return {
-        "extra_mib": round(peak_mib - start.allocated + idle_in_pools - kv_mib, 1),
-        "held_between_calls_mib": round(now.allocated - start.allocated + idle_in_pools, 1),
+        **between_calls(held_mib, round(kv_mib, 1)),
+        "peak_extra_mib": round(peak_mib - start.allocated + idle_in_pools - kv_mib, 1),
+        "held_between_calls_mib": held_mib,
         "kv_mib": round(kv_mib, 1),
         "graph_pool_mib": round(now.pool_reserved, 1),
         "peak_allocated_mib": round(peak_mib - start.allocated, 1),
         "reserved_growth_mib": round(now.reserved - start.reserved, 1),
         "outside_mib": round((now.used - start.used) - (now.reserved - start.reserved), 1),
     }
+
+
+def between_calls(held_mib: float, kv_mib: float) -> dict[str, float]:
+    """What stays between calls beyond the KV cache.
+
+    Whether the KV cache stays too is read off the measurement, by one rule for every system: less held than the cache
+    is large, and it is not among it.
+
+    Args:
+        held_mib: all that stays, `held_between_calls_mib`.
+        kv_mib: KV cache that a call used.
+    """
+    kv_held_mib = kv_mib if held_mib >= kv_mib else 0.0
+    return {"extra_mib": round(held_mib - kv_held_mib, 1), "kv_held_mib": kv_held_mib}

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import summary
 from benchmarks.client import Stage, Worker
+from benchmarks.restate import restate
 from benchmarks.workload import FULL, TINY, Workload
 
 NAMES = ("unpatched", "static-cache", "hepatch")
@@ -203,6 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="let the unpatched engine build DeepSpeed's inference op (nvcc, a minute)",
     )
+    parser.add_argument("--restate", type=Path, metavar="JSON", help="measure nothing: derive a result's fields anew")
     parser.add_argument("--timeout", type=float, default=240.0, help="most seconds for one command of a worker")
     return parser.parse_args(arguments)
 
@@ -210,11 +212,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 0 if it ran to its end without an error, whatever the targets say."""
     options = parse(arguments)
+    if options.restate:
+        result = json.loads(options.restate.read_text())
+        restate(result)
+        return conclude(result, options.out, {})
     workload = TINY if options.tiny else FULL
     shown = list(sys.argv[1:] if arguments is None else arguments)
     if "--out" in shown:
         del shown[shown.index("--out") : shown.index("--out") + 2]
-    result: dict[str, Any] = {
+    result = {
         "command": " ".join(["python -m benchmarks.seed_native", *shown]),
         "machine": summary.machine(options.device),
     }
@@ -228,15 +234,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logs = {path.name: path.read_text(errors="replace") for path in Path(scratch).glob("*.log")}
     if "copy_tb_per_s" in result:
         summary.bandwidth(workload, result)
-    result["targets"] = summary.targets(result)
-    for target in result["targets"]:
-        word = "met   " if target["met"] else "MISSED"
-        print(f"{word} {target['name']}: {target['measured']} (wanted {target['wanted']})")
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return conclude(result, options.out, logs)
+
+
+def conclude(result: dict[str, Any], out: Path | None, logs: dict[str, str]) -> int:
+    """Prints table and targets, writes the result and the workers' logs; the exit status."""
+    summary.finish(result)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
         for name, text in logs.items():
-            (options.out.parent / name).write_text(text)
+            (out.parent / name).write_text(text)
     return 1 if result["errors"] else 0
 
 

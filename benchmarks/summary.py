@@ -11,6 +11,16 @@ from typing import Any
 
 from benchmarks.workload import Workload
 
+COLUMNS = (
+    "system",
+    "generate, ms, median [min-max]",
+    "ms per step",
+    "first call, s",
+    "extra MiB [peak]",
+    "RLHF iteration, ms",
+    "generate, over hepatch's",
+)
+
 
 def machine(device: str) -> dict[str, Any]:
     """Hardware, without names of hosts."""
@@ -51,7 +61,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         theirs_ms = systems.get(name, {}).get("generate_ms")
         ratio = theirs_ms / ours_ms if theirs_ms and ours_ms else None
         found.append(verdict(f"speed-up over {name}", f">= {least}", ratio, ratio is not None and ratio >= least))
-    for key, most in (("first_call_s", 30.0), ("first_call_warm_s", 8.0), ("extra_mib", 132.0)):
+    # The second memory figure is a stricter reading of the same limit, shown so that nobody has to look for it.
+    limits = (("first_call_s", 30.0), ("first_call_warm_s", 8.0), ("extra_mib", 132.0), ("peak_extra_mib", 132.0))
+    for key, most in limits:
         value = ours.get(key)
         found.append(verdict(key, f"<= {most}", value, value is not None and value <= most))
     ties = result.get("agreement_with_unpatched", {}).get("hepatch", {}).get("all_differences_are_ties")
@@ -59,6 +71,36 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     flat = result.get("mixed", {}).get("flat")
     found.append(verdict("flat over mixed calls", "true", flat, bool(flat)))
     return found
+
+
+def finish(result: dict[str, Any]) -> None:
+    """Adds the targets to a result; prints its table and them."""
+    print("\n".join(table(result)))
+    result["targets"] = targets(result)
+    for target in result["targets"]:
+        word = "met   " if target["met"] else "MISSED"
+        print(f"{word} {target['name']}: {target['measured']} (wanted {target['wanted']})")
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """The systems that were measured to their end as lines of a Markdown table, as the README has it."""
+    measured = {name: system for name, system in result["systems"].items() if "iteration_ms" in system}
+    ours_ms = measured.get("hepatch", {}).get("generate_ms")
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for name, system in measured.items():
+        spread_ms, warm_s = system["generate_spread_ms"], system.get("first_call_warm_s")
+        first = f"{system['first_call_s']:.1f}"
+        cells = (
+            name,
+            f"{spread_ms['median']:.1f} [{spread_ms['min']:.1f}-{spread_ms['max']:.1f}]",
+            f"{system['ms_per_step']:.2f}",
+            first if warm_s is None else f"{first} cold, {warm_s:.1f} warm",
+            f"{system['extra_mib']:.1f} [{system['peak_extra_mib']:.1f}]",
+            f"{system['iteration_ms']:.1f}",
+            f"{system['generate_ms'] / ours_ms:.2f}" if ours_ms else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def bandwidth(workload: Workload, result: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _apply(*, enabled: bool) -> str | None:
     if not enabled:
         _revert("HEPATCH=0 is set in the environment")
         return None
-    within_reach = [patch for patch in _patches if _is_loaded(patch.target.module)]
+    within_reach = [patch for patch in _patches if _is_loaded(patch.target.module) and not _may_miss(patch)]
     try:
         for patch in within_reach:
             patch.verify()
@@ -160,6 +160,17 @@ def _apply(*, enabled: bool) -> str | None:
         return _fail(error)
     _switch.on, _switch.why_off = True, ""
     return None
+
+
+def _may_miss(patch: Patch) -> bool:
+    """Whether a patch is left out because this host lacks its target and nothing depends on it."""
+    if not patch.target.optional:
+        return False
+    try:
+        patch.verify()
+    except MissingTargetError:
+        return True
+    return False
 
 
 def _fail(error: Exception) -> str:

@@ -281,6 +281,7 @@ class Attachment:
     def reset(self) -> None:
         """Forgets failures and what was said, reads the environment again, and lets the next generate start afresh."""
         self.drop_regions()
+        self.counters = Counters()
         self.settings = settings.read()
         self._failure = None
         self._failures = 0

@@ -63,6 +63,33 @@ def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
     return result
 
 
+def watch(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> Any:
+    """Runs a decoding loop that a region has no part in, and takes note of it for the report.
+
+    Args:
+        original: the loop, bound to `model`.
+        model: the model that generates.
+        args: positional arguments; the prompt comes first.
+        kwargs: keyword arguments.
+        mode: what the loop is, as a phrase.
+
+    Raises:
+        RefusedError: under `HEPATCH_STRICT=1`.
+    """
+    attachment = attachments.of_model(model)
+    prompt = args[0] if args else kwargs.get("input_ids")
+    if attachment is None or prompt is None:
+        return original(*args, **kwargs)
+    call = Call(training=bool(model.training), total_tokens=0, unsupported=(mode,))
+    reason = attachment.refuse(judge(attachment.facts(call)))
+    attachment.counters.eager_calls += 1
+    result = original(*args, **kwargs)
+    columns = int(prompt.shape[-1])
+    new = int(getattr(result, "sequences", result).shape[-1]) - columns
+    attachment.last_call = LastCall("eager", reason, columns, new, 0, new)
+    return result
+
+
 def _reason_for_eager(attachment: Attachment, model: Any, call: GenerateCall) -> str | None:
     """The guards' answer; None means that a region may run."""
     total = max(call.max_length, call.input_ids.shape[-1])

@@ -46,6 +46,7 @@ class Target:
         wrapper: what runs in its place.
         why: why this seam, and what it does not reach.
         parameters: names that its signature must have, because the wrapper relies on them.
+        optional: a host without it is patched all the same.
     """
 
     module: str
@@ -54,6 +55,7 @@ class Target:
     wrapper: Wrapper
     why: str
     parameters: tuple[str, ...] = ()
+    optional: bool = False
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hepatch.patching import Target
+from hepatch.patching import Target, Wrapper
 from hepatch.report import OnceLog
 
 HOSTS = ("deepspeed.runtime.hybrid_engine", "transformers.generation.utils")
@@ -92,6 +92,20 @@ def _sample(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
     from hepatch import decode
 
     return decode.sample(_readable(wrapped), model, args, kwargs)
+
+
+def _watched(mode: str) -> Wrapper:
+    """A wrapper of a decoding loop that a region has no part in: the report says so."""
+
+    def watch(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
+        attachments = sys.modules.get("hepatch.attachments")
+        if attachments is None or attachments.of_model(model) is None:
+            return wrapped(*args, **kwargs)
+        from hepatch import decode
+
+        return decode.watch(wrapped, model, args, kwargs, mode)
+
+    return watch
 
 
 def _readable(loop: Any) -> Any:
@@ -239,6 +253,17 @@ TARGETS = (
             " expansion. Models that no engine owns take one lookup more and then the original. Does not reach beam"
             " search, assisted decoding or custom_generate, which never come here."
         ),
+    ),
+    *(
+        Target(
+            module="transformers.generation.utils",
+            owner="GenerationMixin",
+            attribute=attribute,
+            wrapper=_watched(mode),
+            optional=True,
+            why=f"For the report alone: {mode} takes transformers' own path, and the report would not know of it.",
+        )
+        for attribute, mode in (("_beam_search", "beam search"), ("_assisted_decoding", "assisted decoding"))
     ),
 )
 """Every patched attribute. All of those whose module is loaded are applied, or none."""

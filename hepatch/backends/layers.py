@@ -260,7 +260,7 @@ class _Input(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """One layer's call for its guards alone: the inputs it imitates, what is called with, and what stands for the output."""
+    """One layer's call for its guards alone: the inputs it imitates, the arguments, and what stands for the output."""
 
     inputs: tuple[_Input, ...]
     call: tuple[Any, ...]
