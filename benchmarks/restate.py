@@ -25,7 +25,7 @@ def restate(result: dict[str, Any]) -> None:
     for system in result["systems"].values():
         if "held_between_calls_mib" in system:
             system.setdefault("peak_extra_mib", system["extra_mib"])
-            system |= memory.between_calls(system["held_between_calls_mib"], system["kv_mib"])
+            system.update(memory.between_calls(system["held_between_calls_mib"], system["kv_mib"]))
     if "mixed" in result:
         result["mixed"] |= mixed.judge(result["mixed"]["trace"], result["mixed"]["recoveries"])
     result["restated"] = list(DERIVED)

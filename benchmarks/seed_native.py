@@ -199,11 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", nargs="*", choices=NAMES, default=[], help="systems whose decode step is profiled at the end"
     )
-    parser.add_argument(
-        "--build-op",
-        action="store_true",
-        help="let the unpatched engine build DeepSpeed's inference op (nvcc, a minute)",
-    )
+    parser.add_argument("--build-op", action="store_true", help="build DeepSpeed's inference op for `unpatched` (nvcc)")
     parser.add_argument("--restate", type=Path, metavar="JSON", help="measure nothing: derive a result's fields anew")
     parser.add_argument("--timeout", type=float, default=240.0, help="most seconds for one command of a worker")
     return parser.parse_args(arguments)
