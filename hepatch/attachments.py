@@ -65,11 +65,12 @@ class Attachment:
         self._said = OnceLog()
         self._memory: tuple[int, int] | None = None
         self._idle_hooks: list[dict[int, Any]] = []
+        self._structure: int | None = None
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
         self._static_cache = "there is no model" if self.model is None else probes.static_cache_obstacle(self.model)
-        self._parameters = list(self.model.parameters()) if self.model is not None else []
+        self._tensors: list[torch.Tensor] = list(self.model.parameters()) if self.model is not None else []
         self._set_aside = probes.set_aside_decode_graphs(engine)
 
     @property
@@ -83,7 +84,7 @@ class Attachment:
     @property
     def device(self) -> torch.device:
         """Where the model's weights are."""
-        return self._parameters[0].device if self._parameters else torch.device("cpu")
+        return self._tensors[0].device if self._tensors else torch.device("cpu")
 
     def facts(self, call: Call | None, needed_bytes: int = 0) -> Facts:
         """What the guards are to judge now.
@@ -94,6 +95,7 @@ class Attachment:
         """
         engine = self._engine()
         assert engine is not None
+        foreign_hooks = self._inspect()
         some = None if self.regions is None else self.regions.any_region
         budget = self.settings.cache_mib
         return Facts(
@@ -102,9 +104,9 @@ class Attachment:
             causal_lm=self.model is not None,
             model_name=self.name,
             static_cache=self._static_cache if self.model is not None else None,
-            hooks=self._look_for_hooks(),
+            hooks=foreign_hooks,
             max_positions=None if self.model is None else probes.max_positions(self.model),
-            weights_offloaded=probes.weights_offloaded(engine, self._parameters),
+            weights_offloaded=probes.weights_offloaded(engine, self._tensors),
             compiler_missing=probes.compiler_obstacle(self.device, self.settings.compile_backend),
             thread=threading.get_ident(),
             region_thread=None if some is None else some.thread,
@@ -117,11 +119,18 @@ class Attachment:
             **probes.engine_facts(engine),
         )
 
-    def _look_for_hooks(self) -> tuple[str, ...]:
+    def _inspect(self) -> tuple[str, ...]:
+        """Looks the model over and returns its foreign hooks; one that is built otherwise than before starts afresh."""
         if self.model is None:
             return ()
-        foreign, self._idle_hooks = probes.hooks(self.model)
-        return foreign
+        found = probes.inspect_model(self.model)
+        self._idle_hooks, self._tensors = found.idle_hooks, found.tensors
+        if self._structure not in (None, found.structure):
+            self.drop_regions()
+            self.forward = None
+            self._static_cache = probes.static_cache_obstacle(self.model)
+        self._structure = found.structure
+        return found.foreign_hooks
 
     def refuse(self, refusals: tuple[Refusal, ...]) -> str:
         """Logs refusals, once an engine and rule, and returns them as the reason of an eager call.
@@ -244,7 +253,7 @@ class Attachment:
         """
         assert self.kv is not None
         assert self.state is not None
-        memory = (self.kv.generation, probes.addresses(self._parameters))
+        memory = (self.kv.generation, probes.addresses(self._tensors))
         if self._memory is not None and memory != self._memory:
             self.state.relocate()
         self._memory = memory
@@ -262,11 +271,11 @@ class Attachment:
         """KV cache, in bytes, that the engine holds once it has served a call of this size."""
         from hepatch.backends.static_kv import grown
 
-        if self.model is None or not self._parameters or self._static_cache is not None:
+        if self.model is None or not self._tensors or self._static_cache is not None:
             return 0
         lease = Lease(max(2, rows), self.settings.bucket_tokens)
         tokens = grown(0 if self.kv is None else self.kv.tokens, lease.rows * lease.window(length))
-        return tokens * probes.kv_bytes_per_token(self.model, self._parameters[0].dtype)
+        return tokens * probes.kv_bytes_per_token(self.model, self._tensors[0].dtype)
 
     def drop_regions(self) -> None:
         """Forgets the compiled steps and their recordings; the cache goes too, since only steps write it."""

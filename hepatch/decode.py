@@ -14,7 +14,7 @@ from hepatch import attachments, generate_call, probes
 from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
-from hepatch.readback import Outcome, Readback
+from hepatch.readback import Outcome, Readback, WatchedStreamer
 from hepatch.recovery import finish_eagerly
 from hepatch.region_store import RegionKey
 from hepatch.report import LastCall
@@ -117,6 +117,7 @@ class _Run:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.readback: Readback | None = None
+        self.streamer = None if call.streamer is None else WatchedStreamer(call.streamer)
         self.lease: Lease
 
     def generate(self) -> Any:
@@ -130,7 +131,8 @@ class _Run:
                 doing = "a decode step"
                 outcome = self._decode(region)
                 doing = "reading the result"
-                if not outcome.broken:
+                region.settle()
+                if outcome.is_clean:
                     return self._result(outcome)
                 self.known = outcome.broken - 1
         except Exception as error:  # noqa: BLE001 - whatever it is, recovery finishes the call
@@ -162,7 +164,7 @@ class _Run:
         state.record(*region.chooser.choose(scores, state.noise, state.finished))
         self._keep(logits, scores)
         self.readback = Readback(
-            state, call.batch, attachment.settings.stop_check_steps, call.streamer, shown=call.prompt
+            state, call.batch, attachment.settings.stop_check_steps, self.streamer, shown=call.prompt
         )
         self.known = call.prompt + 1
         return region
@@ -194,8 +196,8 @@ class _Run:
             self._draw()
             region.run(RegionKey(lease.rows, lease.window(self.known + 1)))
             self.region_steps += 1
-            self.known += 1
             self._keep(state.logits, state.scores)
+            self.known += 1
             outcome = readback.after_step()
         return outcome if outcome.stops else readback.finish()
 
@@ -206,8 +208,6 @@ class _Run:
         length = outcome.ended or self.known
         # A copy: the caller's result must not change with later calls.
         sequences = state.sequences(call.batch, length).to(call.input_ids.device)
-        if call.streamer is not None:
-            call.streamer.end()
         result: Any = sequences
         if call.wants_dict:
             new = length - call.prompt
@@ -219,6 +219,8 @@ class _Run:
                 logits=tuple(self.logits[:new]) if selection.logits else None,
                 cache=self._returned_cache(length),
             )
+        if self.streamer is not None:
+            self.streamer.end()
         self.attachment.last_call = _last_call(call, result, "fused", None, self.region_steps)
         return result
 
@@ -236,48 +238,45 @@ class _Run:
 
     def _recover(self, error: Exception, doing: str) -> Any:
         attachment = self.attachment
+        if self.streamer is not None and self.streamer.raised is error:
+            raise error
         if attachment.settings.strict:
             attachment.fail(error, doing)
             raise FailedError(
                 f"hepatch: {doing} failed for {attachment.name}, and HEPATCH_STRICT=1 forbids to go on"
             ) from error
         # Where the original fails too the fault is the caller's, and what it raises is for the caller.
-        result = self._finish(f"{doing} failed with {type(error).__name__}", isinstance(error, torch.OutOfMemoryError))
+        needs_memory = isinstance(error, torch.OutOfMemoryError)
+        result = self._finish_eagerly(f"{doing} failed with {type(error).__name__}", needs_memory)
         attachment.fail(error, doing)
         return result
-
-    def _finish(self, reason: str, needs_memory: bool) -> Any:
-        """Ends a call after a failure: nothing is left to do where every row had ended by then."""
-        state = self.attachment.state
-        ended = 0 if state is None or self.known == self.call.prompt else int(state.status[0])
-        if 0 < ended <= self.known:
-            self.attachment.counters.recoveries += 1
-            self._show(ended)
-            return self._result(Outcome(ended))
-        return self._finish_eagerly(reason, needs_memory)
-
-    def _show(self, until: int) -> None:
-        """Streams the certain tokens that the streamer has not seen, up to a length."""
-        call, state = self.call, self.attachment.state
-        if call.streamer is None or state is None or self.readback is None:
-            return
-        for column in range(self.readback.shown, until):
-            call.streamer.put(state.ids[column, : call.batch].cpu())
 
     def _finish_eagerly(self, reason: str, needs_memory: bool = False) -> Any:
         """Ends the call on the original path, from the tokens that are certain."""
         call, state = self.call, self.attachment.state
-        new = self.known - call.prompt
-        ids = call.input_ids
-        if new > 0 and state is not None:
-            ids = state.sequences(call.batch, self.known).to(call.input_ids.device)
-            self._show(self.known)
+        ids, certain, seen = call.input_ids, self._certain(), 0
+        if certain > call.prompt and state is not None:
+            ids = state.sequences(call.batch, certain).to(call.input_ids.device)
+        if self.streamer is not None and self.readback is not None:
+            for column in range(self.readback.shown, certain):
+                self.streamer.put(ids[:, column].cpu())
+            seen = max(0, self.readback.shown - certain)
         if needs_memory:
             self.attachment.drop_regions()
         self.attachment.counters.recoveries += 1
-        result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new])
+        new = certain - call.prompt
+        result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
         self.attachment.last_call = _last_call(call, result, "eager", reason, self.region_steps)
         return result
+
+    def _certain(self) -> int:
+        """How long a sequence the original is to go on from."""
+        state = self.attachment.state
+        ended = 0 if state is None or self.known == self.call.prompt else int(state.status[0])
+        if not 0 < ended <= self.known:
+            ended = self.call.max_length
+        # The original makes a token before it looks whether any is wanted, so the last of a call is its own.
+        return min(self.known, ended - 1)
 
 
 def _last_call(call: GenerateCall, result: Any, path: Any, reason: str | None, region_steps: int) -> LastCall:

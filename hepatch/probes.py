@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -110,27 +110,59 @@ def kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
 _IDLE_HOOKS = ("deepspeed.", "transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
-def hooks(model: torch.nn.Module) -> tuple[tuple[str, ...], list[dict[int, Any]]]:
-    """The forward hooks on a model's modules.
+class Inspection(NamedTuple):
+    """What a model is made of at this moment.
 
-    Dynamo does not guard hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``), so a hook that comes after the
-    compilation would silently not run, and one on the root is not part of `forward` at all.
-
-    Returns:
-        Names of the modules with hooks that a region would have to call; and the tables that hold only idle ones, which
-        a step can do without.
+    Attributes:
+        foreign_hooks: names of modules with forward hooks that a region would have to call.
+        idle_hooks: tables that hold only hooks which a step can do without.
+        tensors: parameters and buffers.
+        structure: a number that changes with modules, their forwards, and the dtypes of their parameters.
     """
-    foreign: list[str] = []
+
+    foreign_hooks: tuple[str, ...]
+    idle_hooks: list[dict[int, Any]]
+    tensors: list[torch.Tensor]
+    structure: int
+
+
+def inspect_model(model: torch.nn.Module) -> Inspection:
+    """Looks a model over, once a generate: nothing else would tell a region of these changes.
+
+    Dynamo does not guard hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``) or a class's forward, so what comes
+    after the compilation would silently not run; hooks on the root are not part of `forward` at all.
+    """
+    foreign: list[torch.nn.Module] = []
     idle: list[dict[int, Any]] = []
+    tensors: list[torch.Tensor] = []
+    structure: list[Any] = []
     for module in _modules(model):
+        kind = type(module)
+        structure.append((id(module), id(kind), id(kind.forward), id(module.__dict__.get("forward"))))
         for table in (module._forward_pre_hooks, module._forward_hooks):
             if not table:
                 continue
             if all((getattr(hook, "__module__", None) or "").startswith(_IDLE_HOOKS) for hook in table.values()):
                 idle.append(table)
             else:
-                foreign.append(type(module).__name__)
-    return tuple(dict.fromkeys(foreign)), idle
+                foreign.append(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                tensors.append(parameter)
+                structure.append(parameter.dtype)
+        tensors.extend(buffer for buffer in module._buffers.values() if buffer is not None)
+    return Inspection(_names(model, foreign), idle, tensors, hash(tuple(structure)))
+
+
+def _names(model: torch.nn.Module, modules: list[torch.nn.Module]) -> tuple[str, ...]:
+    everywhere = torch.nn.modules.module
+    named: list[str] = []
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        named.append("every module (a global hook)")
+    if modules:
+        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        named += [names[id(module)] for module in modules]
+    return tuple(dict.fromkeys(named))
 
 
 def _modules(root: torch.nn.Module) -> list[torch.nn.Module]:
@@ -256,9 +288,9 @@ def user_gave_cache(cache: Any) -> bool:
     return bool(length)
 
 
-def addresses(parameters: Iterable[torch.Tensor]) -> int:
-    """One number that changes when any parameter's memory moves."""
-    return hash(tuple(parameter.data_ptr() for parameter in parameters))
+def addresses(tensors: Iterable[torch.Tensor]) -> int:
+    """One number that changes when the memory of any tensor moves."""
+    return hash(tuple(tensor.data_ptr() for tensor in tensors))
 
 
 def vocabulary(model: Any) -> int:

@@ -29,9 +29,45 @@ class Outcome:
     broken: int = 0
 
     @property
+    def is_clean(self) -> bool:
+        """Whether nothing was broken before the last row ended."""
+        return not self.broken or 0 < self.ended < self.broken
+
+    @property
     def stops(self) -> bool:
         """Whether no further step is needed."""
         return bool(self.ended or self.broken)
+
+
+class WatchedStreamer:
+    """The caller's streamer. What it raises is the caller's affair and is told apart from a failure of ours.
+
+    Args:
+        streamer: transformers' streamer.
+
+    Attributes:
+        raised: what it raised, or None.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self.raised: BaseException | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Passes tokens `[batch]` on."""
+        try:
+            self._streamer.put(value)
+        except BaseException as error:
+            self.raised = error
+            raise
+
+    def end(self) -> None:
+        """Passes the end on."""
+        try:
+            self._streamer.end()
+        except BaseException as error:
+            self.raised = error
+            raise
 
 
 class Readback:

@@ -36,21 +36,30 @@ class AlreadyFinished:
         return self.rows.to(input_ids.device)
 
 
-class PaddingStreamer:
-    """Shows a streamer padding, not the token that the first recovered step chose for a finished row."""
+class ResumedStreamer:
+    """Shows a streamer what it has not seen, and for a finished row padding instead of what the first step chose.
 
-    def __init__(self, streamer: Any, rows: torch.Tensor, pad: int) -> None:
+    Args:
+        streamer: the caller's.
+        rows: bool `[batch]`, rows that had finished.
+        pad: the padding id.
+        seen: steps of the recovered loop whose tokens the streamer has seen already.
+    """
+
+    def __init__(self, streamer: Any, rows: torch.Tensor, pad: int, seen: int) -> None:
         self._streamer = streamer
         self._rows = rows
         self._pad = pad
-        self._first = True
+        self._seen = seen
+        self._step = 0
 
     def put(self, value: torch.Tensor) -> None:
         """Passes tokens `[batch]` on."""
-        if self._first:
-            self._first = False
+        if self._step == 0:
             value = value.masked_fill(self._rows.to(value.device), self._pad)
-        self._streamer.put(value)
+        self._step += 1
+        if self._step > self._seen:
+            self._streamer.put(value)
 
     def end(self) -> None:
         """Passes the end on."""
@@ -63,6 +72,7 @@ def finish_eagerly(
     ids: torch.Tensor,
     scores: list[torch.Tensor],
     logits: list[torch.Tensor],
+    seen: int,
 ) -> Any:
     """Ends a call on transformers' own path.
 
@@ -72,6 +82,7 @@ def finish_eagerly(
         ids: int64 `[batch, known]`: the prompt and every token that is certain, on the caller's device.
         scores: float32 `[batch, vocabulary]` for each certain new token, where the caller wants them.
         logits: the same, raw.
+        seen: tokens behind the certain ones that a streamer was shown already.
 
     Returns:
         What `original` would have returned for the whole call.
@@ -83,8 +94,8 @@ def finish_eagerly(
     criteria, streamer = call.criteria, call.streamer
     if new and bool(finished.any()):
         criteria = type(criteria)([*criteria, AlreadyFinished(finished)])
-        if streamer is not None:
-            streamer = PaddingStreamer(streamer, finished, call.request.pad)
+    if streamer is not None:
+        streamer = ResumedStreamer(streamer, finished, call.request.pad, seen)
     result = original(
         ids,
         logits_processor=call.processors,

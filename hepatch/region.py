@@ -79,7 +79,8 @@ class Region:
         self._decoder = Decoder(forward, kv, state)
         self._key: RegionKey | None = None
         self._host_key: RegionKey | None = None
-        self._signature: tuple[int, ...] = ()
+        self._signature: int | None = None
+        self._ran = False
         self._relocations = state.relocations
         self.thread = threading.get_ident()
         self.autocast = probes.autocast_dtype(state.device)
@@ -95,20 +96,29 @@ class Region:
         The guards of the layers' compilation are evaluated here, because a replay runs no host code.
         """
         self._decoder.idle_hooks = idle_hooks
-        stack = self._decoder.stack
-        if stack is not None and self._host_key is not None:
-            self._turn(self._host_key)
-            with self._decoder.held():
-                signature = stack.signature()
-            if signature != self._signature:
-                self._signature = signature
-                self.state.relocate()
+        if self._signature is not None and self._signature != self._look():
+            self._signature = None
+            self.state.relocate()
         if self._relocations != self.state.relocations:
             self._relocations = self.state.relocations
             # Warm already, but each key's next run has to be a recording.
             self.visits = Counter(dict.fromkeys(self.visits, 1))
         # Faces may be turned by others between calls.
         self._key = None
+
+    def settle(self) -> None:
+        """At the end of a call: takes note of what the recordings made in it have baked in."""
+        if self._ran:
+            self._signature = self._look()
+        self._ran = False
+
+    def _look(self) -> int | None:
+        stack = self._decoder.stack
+        if stack is None or self._host_key is None:
+            return None
+        self._turn(self._host_key)
+        with self._decoder.held():
+            return stack.signature()
 
     def run(self, key: RegionKey) -> None:
         """Runs one step for `key`; the outcome is in the state's buffers.
@@ -119,11 +129,12 @@ class Region:
         """
         state, counters = self.state, self._counters
         first_visit_of_all = not self.visits
-        visit = self.visits[key] = self.visits[key] + 1
+        visit = self.visits[key] + 1
         if key != self._key:
             self._turn(key)
         if visit > _VISITS_BEFORE_REPLAY:
             self._call(key)
+            self.visits[key] = visit
             counters.region_steps += 1
             counters.replays += self._graphed
             return
@@ -133,6 +144,7 @@ class Region:
         # only sampling may move the generators.
         with torch.random.fork_rng(devices=_generators(state.device)), _without_size_warning():
             self._call(key)
+        self.visits[key] = visit
         counters.region_steps += 1
         # One whole step, however many graphs it is made of.
         counters.compilations += probes.compiled_graphs() > compiled
@@ -148,10 +160,8 @@ class Region:
         torch.compiler.cudagraph_mark_step_begin()
         with self._decoder.held():
             self._step()
-        if self._decoder.stack is not None:
-            tags = self._decoder.stack.take_tags()
-            if tags:
-                self._signature, self._host_key = tags, key
+        if self._decoder.stack is not None and self._decoder.stack.take_ran():
+            self._ran, self._host_key = True, key
 
     def _turn(self, key: RegionKey) -> None:
         self._kv.turn(*key)

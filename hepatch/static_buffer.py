@@ -28,6 +28,7 @@ class StaticBuffer:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.zeros(0, dtype=dtype, device=device)
         self._faces: dict[tuple[int, ...], torch.Tensor] = {}
+        self._retired: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
@@ -39,12 +40,15 @@ class StaticBuffer:
         if elements <= self._flat.numel():
             return
         self._faces.clear()
+        if self._retired:
+            self._retired.append(self._flat)
         self._flat = self._flat.new_zeros(0)
         self._flat = self._flat.new_zeros(elements)
 
     def relocate(self) -> None:
-        """Moves to another address, with what is held."""
-        # The old memory is alive until the copy is made, so the addresses differ.
+        """Moves to an address that was never used before, with what is held."""
+        # A graph that was recorded for an earlier address must not find itself at home again.
+        self._retired.append(self._flat)
         self._flat = self._flat.clone()
         self._faces.clear()
 

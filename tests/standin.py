@@ -187,6 +187,8 @@ def attributes():
             found[target.attribute] = None
             continue
         owner = getattr(module, target.owner) if target.owner else module
+        if target.optional and target.attribute not in vars(owner):
+            continue
         found[target.attribute] = (vars(owner)[target.attribute], module.ORIGINALS[target.attribute])
     return found
 

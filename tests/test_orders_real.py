@@ -169,7 +169,7 @@ def test_order(name):
     below = {"eval", "_sample"} if name == "wrapped after" else set()
 
     assert answer["error"] is None
-    assert len(every) == 7
+    assert len(every) == 9
     if on:
         assert {state.split(" under ")[0] for state in answer["states"].values()} == {"applied"}
     else:
@@ -230,5 +230,5 @@ def test_environment_gives_stock_back():
     )
     answer, _ = _run(code, HEPATCH="0")
 
-    assert len(answer) == 7
+    assert len(answer) == 9
     assert set(answer) == {"function", "type"}

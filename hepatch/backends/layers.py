@@ -113,7 +113,8 @@ class LayerStack:
         self._samples: dict[tuple[_Input, ...], list[torch.Tensor]] = {}
         self._probes: dict[int, _Probe] = {}
         self._run: Callable[..., Any] = run_layer
-        self._tags: list[int] = []
+        self._found: list[tuple[Any, ...]] = []
+        self._ran = False
         self._probing: torch.Tensor | None = None
         self.handle = next(_handles)
         _stacks[self.handle] = self
@@ -123,9 +124,9 @@ class LayerStack:
     def opaque(self) -> Iterator[None]:
         """While this is held, the model's layers are ops. To be held around every step, traced or compiled."""
         # Not setattr: it would look the name up among parameters and modules first, at every step.
-        for layer, call in zip(self._layers, self._calls, strict=True):
-            layer.__dict__["forward"] = call
         try:
+            for layer, call in zip(self._layers, self._calls, strict=True):
+                layer.__dict__["forward"] = call
             yield
         finally:
             for layer in self._layers:
@@ -154,13 +155,19 @@ class LayerStack:
         serial = itertools.count()
 
         def tagged(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+            if len(outputs) != 1:
+                raise NotLayeredError("a decoder layer returns or keeps more than one tensor")
             compiled = compiler(graph, inputs)
             tag = next(serial)
 
             def run(*values: Any) -> Any:
-                self._tags.append(tag)
-                # When only the guards were wanted, any tensor will do for an output.
-                return compiled(*values) if self._probing is None else (self._probing,)
+                if self._probing is None:
+                    self._ran = True
+                    return compiled(*values)
+                # Only the guards were wanted, and what a recording would bake in; any tensor will do for an output.
+                self._found.append((tag, *(_frozen(value) for value in values)))
+                return (self._probing,)
 
             return run
 
@@ -199,12 +206,13 @@ class LayerStack:
         self._model_calls.returns[index] = tuple(rest)
         return first
 
-    def signature(self) -> tuple[int, ...]:
-        """Which compilation each layer would run now: Dynamo's guards are evaluated and nothing is launched.
+    def signature(self) -> int:
+        """What a recording bakes in of the layers: which compilation each runs, where its memory is, and its numbers.
 
-        The faces of the KV cache must be those of the last `run`, and the cache's layers turned to them.
+        Dynamo's guards are evaluated and nothing is launched. The faces of the KV cache must be those of the last
+        `run`, and the cache's layers turned to them.
         """
-        self.take_tags()
+        self._found.clear()
         # Guards see the dispatcher's state, so it has to be what it is in the body of an op.
         with probes.below_autograd():
             for index, inputs in enumerate(self._inputs):
@@ -216,13 +224,12 @@ class LayerStack:
                     self._run(*known.call)
                 finally:
                     self._probing = None
-        return self.take_tags()
+        return hash(tuple(self._found))
 
-    def take_tags(self) -> tuple[int, ...]:
-        """Which compilations have run since last asked, one number a layer; empty where a graph was replayed."""
-        tags = tuple(self._tags)
-        self._tags.clear()
-        return tags
+    def take_ran(self) -> bool:
+        """Whether a layer has run from the host since this was last asked; a replay runs none."""
+        ran, self._ran = self._ran, False
+        return ran
 
     def _probe(self, index: int, inputs: tuple[_Input, ...]) -> _Probe:
         samples = self._samples.get(inputs)
@@ -244,6 +251,13 @@ class LayerStack:
             tuple(_filled(value, holes, cache) for value in args),
             {name: _filled(value, holes, cache) for name, value in kwargs.items()},
         )
+
+
+def _frozen(value: Any) -> Any:
+    """What a recording keeps of an input to a layer's graph: where a tensor is, or what a number is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.item() if value.ndim == 0 and value.device.type == "cpu" else value.data_ptr()
 
 
 class _Input(NamedTuple):

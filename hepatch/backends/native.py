@@ -211,7 +211,7 @@ class Decoder:
         self._state = state
         self._config = probes.text_config(forward.model)
         # Hooks that a step does without; they may come and go between calls, and Dynamo would trace them.
-        self.idle_hooks = probes.hooks(forward.model)[1]
+        self.idle_hooks = probes.inspect_model(forward.model).idle_hooks
         own = forward.own_attention
         layers = range(len(kv.keys))
         self._layers = [DecodeLayer(kv, index, state, own) for index in layers]

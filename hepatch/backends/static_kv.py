@@ -89,10 +89,12 @@ class StaticKV:
         """Makes the face for `rows` rows and `window` positions current. Changing the window keeps what is stored."""
         if (rows, window) == (self._rows, self._window):
             return
-        self._rows, self._window = rows, window
+        # Current only when every layer is: an interrupt in between must not leave a half-turned cache that looks done.
+        self._rows = self._window = 0
         for index, layer in enumerate(self._layers):
             if layer is not None:
-                self._turn_layer(index, layer)
+                self._turn_layer(index, layer, rows, window)
+        self._rows, self._window = rows, window
 
     def write_prompt(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores a prompt at positions 0 and up, and zeros wherever the current face has anything else.
@@ -111,7 +113,7 @@ class StaticKV:
             layer = _Layer(shape, StaticBuffer(shape.dtype, shape.device), StaticBuffer(shape.dtype, shape.device))
             self._layers[index] = layer
             self._reserve_layer(layer)
-            self._turn_layer(index, layer)
+            self._turn_layer(index, layer, self._rows, self._window)
         elif layer.shape != shape:
             raise RuntimeError(
                 f"the static KV cache of layer {index} holds {layer.shape}, but the prompt brings {shape}"
@@ -142,7 +144,7 @@ class StaticKV:
         layer.keys.reserve(self.tokens * layer.shape.heads * layer.shape.key_dim)
         layer.values.reserve(self.tokens * layer.shape.heads * layer.shape.value_dim)
 
-    def _turn_layer(self, index: int, layer: _Layer) -> None:
-        front = self._window, self._rows, layer.shape.heads
+    def _turn_layer(self, index: int, layer: _Layer, rows: int, window: int) -> None:
+        front = window, rows, layer.shape.heads
         self.keys[index] = layer.keys.face(*front, layer.shape.key_dim, dynamic=_ROWS_AND_WINDOW)
         self.values[index] = layer.values.face(*front, layer.shape.value_dim, dynamic=_ROWS_AND_WINDOW)
