@@ -18,7 +18,8 @@ class FailedError(HepatchError):
 def first_line(error: BaseException) -> str:
     """What fits in a log line: the first line of a message, behind it that of the root error where it is another."""
     root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    # Dynamo keeps what a backend raised in `inner_exception` and cuts the chain.
+    while (inner := root.__cause__ or getattr(root, "inner_exception", None)) is not None:
+        root = inner
     lines = dict.fromkeys(str(each).strip().partition("\n")[0] for each in (error, root))
     return ": ".join(line for line in lines if line) or "no message"

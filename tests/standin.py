@@ -145,6 +145,12 @@ _FILES = {
             ):
                 return input_ids
 
+            def _beam_search(self, input_ids, **model_kwargs):
+                return input_ids
+
+            def _assisted_decoding(self, input_ids, **model_kwargs):
+                return input_ids
+
 
         ORIGINALS = dict(vars(GenerationMixin))
     """,
@@ -187,8 +193,6 @@ def attributes():
             found[target.attribute] = None
             continue
         owner = getattr(module, target.owner) if target.owner else module
-        if target.optional and target.attribute not in vars(owner):
-            continue
         found[target.attribute] = (vars(owner)[target.attribute], module.ORIGINALS[target.attribute])
     return found
 

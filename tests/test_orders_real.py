@@ -120,7 +120,11 @@ def _attributes():
                 for name in ("__init__", "populate_all_inference_policies", "generate", "eval")
             ),
         ],
-        "transformers.generation.utils": [("GenerationMixin", "_sample")],
+        "transformers.generation.utils": [
+            ("GenerationMixin", "_sample"),
+            ("GenerationMixin", "_beam_search"),
+            ("GenerationMixin", "_assisted_decoding"),
+        ],
     }
     found = {}
     for module, attributes in places.items():
