@@ -206,6 +206,8 @@ class _Run:
         call, state = self.call, self.attachment.state
         assert state is not None
         length = outcome.ended or self.known
+        # The faces that are current need not hold the whole call: the region turns them as it likes.
+        self.attachment.turn(self.lease, call.max_length)
         # A copy: the caller's result must not change with later calls.
         sequences = state.sequences(call.batch, length).to(call.input_ids.device)
         result: Any = sequences
@@ -256,6 +258,7 @@ class _Run:
         call, state = self.call, self.attachment.state
         ids, certain, seen = call.input_ids, self._certain(), 0
         if certain > call.prompt and state is not None:
+            self.attachment.turn(self.lease, call.max_length)
             ids = state.sequences(call.batch, certain).to(call.input_ids.device)
         if self.streamer is not None and self.readback is not None:
             for column in range(self.readback.shown, certain):

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._inductor.config
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from hepatch import probes
+from hepatch.backends.layers import EXACT_ATTENTION
 from hepatch.backends.native import Decoder
 from hepatch.sampling import Chooser
 from hepatch.static_buffer import make_static
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 _serial = itertools.count()
 # On the second visit a key is recorded; a third visit without a recording means that Inductor skipped graphs.
 _VISITS_BEFORE_REPLAY = 2
-# cuDNN's attention, which torch prefers for a masked step, differs from run to run; these two do not.
-_EXACT_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class GraphsSkipped(RuntimeError):  # noqa: N818 - no error of the step, whose outcome is right
@@ -86,9 +85,10 @@ class Region:
         self.autocast = probes.autocast_dtype(state.device)
         self._counters = counters
         self._graphed = backend == "inductor" and state.device.type == "cuda"
+        exact = request.selection.deterministic and state.device.type == "cuda"
         if self._decoder.stack is not None:
-            self._decoder.stack.compile(backend)
-        self._step = _compile(_step_of(state, self.chooser, self._decoder), backend)
+            self._decoder.stack.compile(backend, exact)
+        self._step = _compile(_step_of(state, self.chooser, self._decoder, exact), backend)
 
     def refresh(self, idle_hooks: list[dict[int, Any]]) -> None:
         """Once a call, before its first step: notices what graphs cannot see, and has them recorded anew.
@@ -182,14 +182,13 @@ def _without_size_warning() -> Any:
     return torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
 
 
-def _step_of(state: StepState, chooser: Chooser, decoder: Decoder) -> Callable[[], None]:
+def _step_of(state: StepState, chooser: Chooser, decoder: Decoder, exact: bool) -> Callable[[], None]:
     """The step as a plain function with a code object of its own."""
-    exact = chooser.selection.deterministic and state.device.type == "cuda"
 
     def decode_step() -> None:
         batch = state.tokens, state.mask.t(), state.row_positions
         if exact:
-            with sdpa_kernel(_EXACT_ATTENTION):
+            with sdpa_kernel(EXACT_ATTENTION):
                 last = decoder.step(*batch)
         else:
             last = decoder.step(*batch)

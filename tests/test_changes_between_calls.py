@@ -180,3 +180,23 @@ def relocations_of(engine):
     from hepatch import attachments
 
     return attachments.of_engine(engine).state.relocations
+
+
+def test_result_is_whole_whatever_faces_were_current(pair, monkeypatch):
+    """Looking at an earlier key at the end of a call turns the buffers' faces; the result is read whole all the same."""
+    from hepatch.region import Region
+
+    monkeypatch.setenv("HEPATCH_BUCKET_TOKENS", "16")
+    hepatch.reset(pair.engine)
+    settle = Region.settle
+
+    def settle_at_the_first_key(region):
+        region._host_key = min(region.visits)
+        settle(region)
+
+    monkeypatch.setattr(Region, "settle", settle_at_the_first_key)
+    wanted = {**KEYWORDS, "max_new_tokens": 40}
+    expected = pair.oracle.generate(**PROMPT, **wanted)
+
+    assert torch.equal(expected, pair.engine.generate(**PROMPT, **wanted))
+    assert hepatch.report(pair.engine).last_call.path == "fused"

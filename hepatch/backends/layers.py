@@ -25,12 +25,16 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 
 from hepatch import probes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+# cuDNN's attention, which torch prefers for a masked step, differs from run to run; these two do not.
+EXACT_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _handles = itertools.count()
 _stacks: weakref.WeakValueDictionary[int, LayerStack] = weakref.WeakValueDictionary()
@@ -113,6 +117,7 @@ class LayerStack:
         self._samples: dict[tuple[_Input, ...], list[torch.Tensor]] = {}
         self._probes: dict[int, _Probe] = {}
         self._run: Callable[..., Any] = run_layer
+        self._exact = False
         self._found: list[tuple[Any, ...]] = []
         self._ran = False
         self._probing: torch.Tensor | None = None
@@ -149,8 +154,14 @@ class LayerStack:
         rest = self._model_calls.returns.get(index)
         return output if rest is None else (output, *rest)
 
-    def compile(self, backend: str) -> None:
-        """Has the layers compiled from their next run on, by a `torch.compile` backend, without graphs of their own."""
+    def compile(self, backend: str, exact: bool) -> None:
+        """Has the layers compiled from their next run on.
+
+        Args:
+            backend: a `torch.compile` backend; the layers have no graphs of their own.
+            exact: only attention kernels that give the same result in every run.
+        """
+        self._exact = exact
         compiler = torch._dynamo.lookup_backend(backend)
         serial = itertools.count()
 
@@ -246,6 +257,7 @@ class LayerStack:
         args, kwargs = self._model_calls.templates[index]
         holes, cache, layer = iter(tensors), self._caches[index], self._layers[index]
         return (
+            self._exact,
             type(layer).forward,
             layer,
             tuple(_filled(value, holes, cache) for value in args),
@@ -281,8 +293,14 @@ class _Probe(NamedTuple):
     output: torch.Tensor
 
 
-def run_layer(forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_layer(
+    exact: bool, forward: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A layer's own forward; compiled, one code object serves all layers."""
+    if exact:
+        # Inside, so that it is part of what is compiled: a context around the call does not reach a cached graph.
+        with sdpa_kernel(EXACT_ATTENTION):
+            return forward(layer, *args, **kwargs)
     return forward(layer, *args, **kwargs)
 
 
