@@ -183,7 +183,7 @@ def relocations_of(engine):
 
 
 def test_result_is_whole_whatever_faces_were_current(pair, monkeypatch):
-    """Looking at an earlier key at the end of a call turns the buffers' faces; the result is read whole all the same."""
+    """Looking at an earlier key at the end of a call turns the faces; the result is read whole all the same."""
     from hepatch.region import Region
 
     monkeypatch.setenv("HEPATCH_BUCKET_TOKENS", "16")
