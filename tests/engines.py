@@ -304,3 +304,17 @@ def train_step(engine: Any, ids: torch.Tensor) -> float:
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
+
+
+class Streamed:
+    """A streamer that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.shown.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1

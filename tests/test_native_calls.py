@@ -144,27 +144,13 @@ def test_returned_cache(actor):
     assert "KV cache of the caller's" in actor.report.last_call.reason
 
 
-class Words:
-    """A streamer that keeps what it is shown."""
-
-    def __init__(self):
-        self.shown = []
-        self.ended = 0
-
-    def put(self, value):
-        self.shown.append(value.tolist())
-
-    def end(self):
-        self.ended += 1
-
-
 @pytest.mark.parametrize("early", [False, True])
 def test_streamer(actor, early):
     """A streamer is shown what transformers shows it: the prompt, each token once and in order, and the end."""
     prompt = engines.prompts(1, 8, seed=16)
     free = new_tokens(actor, prompt)
     ends = {"eos_token_id": free[0, 9].item()} if early else {}
-    theirs, ours = Words(), Words()
+    theirs, ours = engines.Streamed(), engines.Streamed()
 
     expected = actor.expected(**prompt, max_new_tokens=NEW, streamer=theirs, **ends)
     got = actor.generated(**prompt, max_new_tokens=NEW, streamer=ours, **ends)

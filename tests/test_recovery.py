@@ -24,20 +24,6 @@ class InjectedError(RuntimeError):
     """What the tests let a step raise."""
 
 
-class Streamed:
-    """A streamer that keeps what it is shown."""
-
-    def __init__(self):
-        self.shown = []
-        self.ended = 0
-
-    def put(self, value):
-        self.shown.append(value.tolist())
-
-    def end(self):
-        self.ended += 1
-
-
 @pytest.fixture
 def fail(monkeypatch):
     """Let a step of every region built from now on raise: by number, before it has done its work or after."""
@@ -133,7 +119,7 @@ def test_tokens_are_right_wherever_it_fails(actor, fail, prompt, step, when):
 def test_rows_that_have_finished_stay_finished(actor, fail, prompt, step, when):
     """Rows that met their end before the failure are padded from there, in the result and for a streamer."""
     asked = {**prompt, "max_new_tokens": NEW, "eos_token_id": ends_of(actor, prompt)}
-    theirs, ours = Streamed(), Streamed()
+    theirs, ours = engines.Streamed(), engines.Streamed()
     fail(step, when)
 
     expected = actor.expected(**asked, streamer=theirs)
@@ -162,7 +148,7 @@ def test_flags_that_were_not_read_yet(actor, fail, prompt, step):
 def test_streamer_sees_each_token_once(actor, fail, prompt, step, when):
     """The prompt once, every column once and in order, and one end, in a call that goes on to its length."""
     asked = {**prompt, "max_new_tokens": NEW}
-    theirs, ours = Streamed(), Streamed()
+    theirs, ours = engines.Streamed(), engines.Streamed()
     fail(step, when)
 
     expected = actor.expected(**asked, streamer=theirs)
