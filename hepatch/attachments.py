@@ -82,6 +82,11 @@ class Attachment:
         return "?" if engine is None else type(engine.module).__name__
 
     @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return bool(self.model is not None and self.model.training)
+
+    @property
     def device(self) -> torch.device:
         """Where the model's weights are."""
         return self._tensors[0].device if self._tensors else torch.device("cpu")
@@ -314,8 +319,7 @@ class Attachment:
 
     def report(self) -> Report:
         """The state of this engine now."""
-        training = bool(self.model is not None and self.model.training)
-        refusals = judge(self.facts(Call(training=training, total_tokens=0)))
+        refusals = judge(self.facts(Call(training=self.training, total_tokens=0)))
         active = not refusals
         return Report(
             active=active,

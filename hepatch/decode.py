@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hepatch import attachments, generate_call, probes
+from hepatch import generate_call, probes
 from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from hepatch.region_store import Lease
 
 
-def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one call of ``GenerationMixin._sample``.
 
     Args:
-        original: transformers' own loop, bound to `model`.
-        model: the model that generates.
+        original: transformers' own loop, bound to the model that generates.
+        attachment: of the engine that owns the model.
         args: positional arguments.
         kwargs: keyword arguments.
 
@@ -43,12 +43,9 @@ def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
     Raises:
         RefusedError, FailedError: under `HEPATCH_STRICT=1`, instead of going on eagerly.
     """
-    attachment = attachments.of_model(model)
-    if attachment is None:
-        return original(*args, **kwargs)
     try:
         call = generate_call.read(original, args, kwargs)
-        reason = _reason_for_eager(attachment, model, call)
+        reason = _reason_for_eager(attachment, call)
     except HepatchError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the original path serves the call
@@ -59,16 +56,18 @@ def sample(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwar
         return _Run(attachment, original, call).generate()
     attachment.counters.eager_calls += 1
     result = original(*args, **kwargs)
-    attachment.last_call = _last_call(call, result, "eager", reason, region_steps=0)
+    attachment.last_call = _last_call(call.input_ids, result, "eager", reason, region_steps=0)
     return result
 
 
-def watch(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> Any:
+def watch(
+    original: Callable[..., Any], attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
+) -> Any:
     """Runs a decoding loop that a region has no part in, and takes note of it for the report.
 
     Args:
-        original: the loop, bound to `model`.
-        model: the model that generates.
+        original: the loop, bound to the model that generates.
+        attachment: of the engine that owns the model.
         args: positional arguments; the prompt comes first.
         kwargs: keyword arguments.
         mode: what the loop is, as a phrase.
@@ -76,25 +75,22 @@ def watch(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwarg
     Raises:
         RefusedError: under `HEPATCH_STRICT=1`.
     """
-    attachment = attachments.of_model(model)
     prompt = args[0] if args else kwargs.get("input_ids")
-    if attachment is None or prompt is None:
+    if prompt is None:
         return original(*args, **kwargs)
-    call = Call(training=bool(model.training), total_tokens=0, unsupported=(mode,))
+    call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
     reason = attachment.refuse(judge(attachment.facts(call)))
     attachment.counters.eager_calls += 1
     result = original(*args, **kwargs)
-    columns = int(prompt.shape[-1])
-    new = int(getattr(result, "sequences", result).shape[-1]) - columns
-    attachment.last_call = LastCall("eager", reason, columns, new, 0, new)
+    attachment.last_call = _last_call(prompt, result, "eager", reason, region_steps=0)
     return result
 
 
-def _reason_for_eager(attachment: Attachment, model: Any, call: GenerateCall) -> str | None:
+def _reason_for_eager(attachment: Attachment, call: GenerateCall) -> str | None:
     """The guards' answer; None means that a region may run."""
     total = max(call.max_length, call.input_ids.shape[-1])
     facts = attachment.facts(
-        Call(training=bool(model.training), total_tokens=total, unsupported=call.unsupported),
+        Call(training=attachment.training, total_tokens=total, unsupported=call.unsupported),
         needed_bytes=attachment.needed_bytes(call.input_ids.shape[0], total) if not call.unsupported else 0,
     )
     refusals = judge(facts)
@@ -223,7 +219,7 @@ class _Run:
             )
         if self.streamer is not None:
             self.streamer.end()
-        self.attachment.last_call = _last_call(call, result, "fused", None, self.region_steps)
+        self.attachment.last_call = _last_call(call.input_ids, result, "fused", None, self.region_steps)
         return result
 
     def _returned_cache(self, length: int) -> Any:
@@ -269,7 +265,7 @@ class _Run:
         self.attachment.counters.recoveries += 1
         new = certain - call.prompt
         result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
-        self.attachment.last_call = _last_call(call, result, "eager", reason, self.region_steps)
+        self.attachment.last_call = _last_call(call.input_ids, result, "eager", reason, self.region_steps)
         return result
 
     def _certain(self) -> int:
@@ -282,14 +278,14 @@ class _Run:
         return min(self.known, ended - 1)
 
 
-def _last_call(call: GenerateCall, result: Any, path: Any, reason: str | None, region_steps: int) -> LastCall:
+def _last_call(prompt: torch.Tensor, result: Any, path: Any, reason: str | None, region_steps: int) -> LastCall:
     """The record of a call for the report."""
-    sequences = getattr(result, "sequences", result)
-    new = int(sequences.shape[-1]) - int(call.input_ids.shape[-1])
+    columns = int(prompt.shape[-1])
+    new = int(getattr(result, "sequences", result).shape[-1]) - columns
     return LastCall(
         path=path,
         reason=reason,
-        prompt_tokens=int(call.input_ids.shape[-1]),
+        prompt_tokens=columns,
         new_tokens=new,
         region_steps=region_steps,
         eager_steps=max(0, new - region_steps),

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hepatch import settings
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -197,15 +199,9 @@ def compiler_obstacle(device: torch.device, backend: str) -> str | None:
         if not any(shutil.which(name) for name in (*names, "g++", "clang++")):
             return "no C++ compiler (g++ or clang++) was found, and Inductor needs one on a CPU"
         return None
-    if not any(shutil.which(name) for name in (*filter(None, (_environment_cc(),)), "cc", "gcc", "clang")):
+    if not any(shutil.which(name) for name in (*filter(None, (settings.c_compiler(),)), "cc", "gcc", "clang")):
         return "no C compiler (cc, gcc or clang) was found, and Triton needs one"
     return None
-
-
-def _environment_cc() -> str | None:
-    from hepatch import settings
-
-    return settings.c_compiler()
 
 
 def autocast_dtype(device: torch.device) -> str | None:
@@ -307,8 +303,6 @@ def engine_facts(engine: Any) -> dict[str, Any]:
     Source: ``DeepSpeedEngine._config`` (``zero_config.stage``, ``hybrid_engine``, ``_param_dict``: the raw ds_config)
     and ``DeepSpeedHybridEngine._inference_containers``.
     """
-    from hepatch import settings
-
     config = engine._config
     section = (getattr(config, "_param_dict", None) or {}).get("hybrid_engine") or {}
     return {

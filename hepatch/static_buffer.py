@@ -23,9 +23,12 @@ class StaticBuffer:
     Args:
         dtype: of the elements.
         device: where the memory is.
+        unique: no address comes back, because memory that is given up is kept. For a buffer by whose address graphs
+            tell that they are out of date; growing counts as well as `relocate`.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, unique: bool = False) -> None:
+        self._unique = unique
         self._flat = torch.zeros(0, dtype=dtype, device=device)
         self._faces: dict[tuple[int, ...], torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
@@ -39,18 +42,21 @@ class StaticBuffer:
         """Makes room. Memory that is too small is given up first, with what it held; the address changes then."""
         if elements <= self._flat.numel():
             return
-        self._faces.clear()
-        if self._retired:
-            self._retired.append(self._flat)
+        self._give_up()
         self._flat = self._flat.new_zeros(0)
         self._flat = self._flat.new_zeros(elements)
 
     def relocate(self) -> None:
-        """Moves to an address that was never used before, with what is held."""
-        # A graph that was recorded for an earlier address must not find itself at home again.
-        self._retired.append(self._flat)
+        """Moves to another address, with what is held."""
+        self._give_up()
+        # The old memory is alive until the copy is made, so the addresses differ.
         self._flat = self._flat.clone()
+
+    def _give_up(self) -> None:
         self._faces.clear()
+        if self._unique:
+            # A graph that was recorded for an earlier address must not find itself at home again.
+            self._retired.append(self._flat)
 
     def face(self, *shape: int, dynamic: tuple[int, ...]) -> torch.Tensor:
         """The front of the memory as a contiguous tensor; one object for each shape, until the address changes.

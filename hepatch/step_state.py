@@ -48,7 +48,7 @@ class StepState:
         self.relocations = 0
         self._vocabulary = vocabulary
         self._memory = {
-            name: StaticBuffer(dtype, device)
+            name: StaticBuffer(dtype, device, unique=name == "tokens")
             for name, dtype in {
                 "tokens": torch.long,
                 "row_positions": torch.long,
@@ -70,11 +70,6 @@ class StepState:
         self.relocations += 1
         self._memory["tokens"].relocate()
         self.tokens = self._memory["tokens"].face(self.tokens.shape[0], 1, dynamic=(0,))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held on the device."""
-        return sum(buffer.nbytes for buffer in self._memory.values())
 
     def reserve(self, rows: int, tokens: int, *, noise: bool, scores: bool, logits: bool) -> None:
         """Makes room for a call and makes the faces of its rows current.

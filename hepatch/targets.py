@@ -85,27 +85,32 @@ def _lazy_workspace(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords) -> 
 
 
 def _sample(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
-    # Nothing is attached before that module is loaded, and a program without an engine never loads it.
-    attachments = sys.modules.get("hepatch.attachments")
-    if attachments is None or attachments.of_model(model) is None:
+    attachment = _attachment_of(model)
+    if attachment is None:
         return wrapped(*args, **kwargs)
     from hepatch import decode
 
-    return decode.sample(_readable(wrapped), model, args, kwargs)
+    return decode.sample(_readable(wrapped), attachment, args, kwargs)
 
 
 def _watched(mode: str) -> Wrapper:
     """A wrapper of a decoding loop that a region has no part in: the report says so."""
 
     def watch(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
-        attachments = sys.modules.get("hepatch.attachments")
-        if attachments is None or attachments.of_model(model) is None:
+        attachment = _attachment_of(model)
+        if attachment is None:
             return wrapped(*args, **kwargs)
         from hepatch import decode
 
-        return decode.watch(wrapped, model, args, kwargs, mode)
+        return decode.watch(wrapped, attachment, args, kwargs, mode)
 
     return watch
+
+
+def _attachment_of(model: Any) -> Any | None:
+    # Nothing is attached before that module is loaded, and a program without an engine never loads it.
+    attachments = sys.modules.get("hepatch.attachments")
+    return None if attachments is None else attachments.of_model(model)
 
 
 def _readable(loop: Any) -> Any:

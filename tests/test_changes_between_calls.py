@@ -112,10 +112,11 @@ def test_a_relocated_buffer_never_comes_back_to_an_address():
     """A graph that was recorded for an earlier address must not be replayed."""
     from hepatch.static_buffer import StaticBuffer
 
-    buffer = StaticBuffer(torch.long, torch.device("cpu"))
-    buffer.reserve(64)
-    seen = [buffer.face(8, 8, dynamic=()).data_ptr()]
-    for _ in range(20):
+    buffer = StaticBuffer(torch.long, torch.device("cpu"), unique=True)
+    seen = []
+    for elements in range(64, 84):
+        buffer.reserve(elements)
+        seen.append(buffer.face(8, 8, dynamic=()).data_ptr())
         buffer.relocate()
         seen.append(buffer.face(8, 8, dynamic=()).data_ptr())
 

@@ -101,6 +101,18 @@ def assert_recovered(actor, new_tokens=None):
         assert report.last_call.new_tokens == new_tokens
 
 
+def assert_streamed_alike(actor, asked):
+    """The oracle's tokens come back, and a streamer sees what the oracle's streamer sees."""
+    theirs, ours = engines.Streamed(), engines.Streamed()
+
+    expected = actor.expected(**asked, streamer=theirs)
+    got = actor.generated(**asked, streamer=ours)
+
+    assert_same_tokens(expected, got)
+    assert theirs.shown == ours.shown
+    assert theirs.ended == ours.ended == 1
+
+
 @pytest.mark.parametrize(("step", "when"), [(0, "before"), (0, "after"), (1, "before"), (7, "after"), (LAST, "before")])
 def test_tokens_are_right_wherever_it_fails(actor, fail, prompt, step, when):
     """The call that fails loses no token, computes none from a wrong cache, and names the failure."""
@@ -119,15 +131,9 @@ def test_tokens_are_right_wherever_it_fails(actor, fail, prompt, step, when):
 def test_rows_that_have_finished_stay_finished(actor, fail, prompt, step, when):
     """Rows that met their end before the failure are padded from there, in the result and for a streamer."""
     asked = {**prompt, "max_new_tokens": NEW, "eos_token_id": ends_of(actor, prompt)}
-    theirs, ours = engines.Streamed(), engines.Streamed()
     fail(step, when)
 
-    expected = actor.expected(**asked, streamer=theirs)
-    got = actor.generated(**asked, streamer=ours)
-
-    assert_same_tokens(expected, got)
-    assert theirs.shown == ours.shown
-    assert theirs.ended == ours.ended == 1
+    assert_streamed_alike(actor, asked)
     # A step behind the last end may run before the stop flags are read, and its failure costs nothing.
     if step < max(ENDS):
         assert_recovered(actor)
@@ -148,15 +154,9 @@ def test_flags_that_were_not_read_yet(actor, fail, prompt, step):
 def test_streamer_sees_each_token_once(actor, fail, prompt, step, when):
     """The prompt once, every column once and in order, and one end, in a call that goes on to its length."""
     asked = {**prompt, "max_new_tokens": NEW}
-    theirs, ours = engines.Streamed(), engines.Streamed()
     fail(step, when)
 
-    expected = actor.expected(**asked, streamer=theirs)
-    got = actor.generated(**asked, streamer=ours)
-
-    assert_same_tokens(expected, got)
-    assert theirs.shown == ours.shown
-    assert theirs.ended == ours.ended == 1
+    assert_streamed_alike(actor, asked)
 
 
 @pytest.mark.parametrize("step", [0, 3])

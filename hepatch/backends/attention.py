@@ -166,17 +166,7 @@ def decode_attention(
 
 
 @decode_attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    position: torch.Tensor,
-    scale: float,
-    softcap: float,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
 
 

@@ -208,7 +208,7 @@ class LayerStack:
         self._view.position = position
         tensors = (hidden, *others)
         self._inputs[index] = tuple(_Input(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
-        output = self._call(index, tensors)
+        output = self._run(*self._arguments(index, tensors))
         if isinstance(output, torch.Tensor):
             return output
         first, *rest = output
@@ -246,11 +246,7 @@ class LayerStack:
         samples = self._samples.get(inputs)
         if samples is None:
             samples = self._samples[inputs] = [each.empty() for each in inputs]
-        return _Probe(inputs, self._arguments(index, samples), inputs[0].empty())
-
-    def _call(self, index: int, tensors: Sequence[torch.Tensor]) -> Any:
-        self._caches[index].layer.turn()
-        return self._run(*self._arguments(index, tensors))
+        return _Probe(inputs, self._arguments(index, samples), samples[0])
 
     def _arguments(self, index: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """What `run_layer` takes, for one layer."""
