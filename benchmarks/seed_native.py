@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks import summary
 from benchmarks.client import Stage, Worker
-from benchmarks.restate import restate
 from benchmarks.workload import FULL, TINY, Workload
 
 NAMES = ("unpatched", "static-cache", "hepatch")
@@ -200,7 +199,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--profile", nargs="*", choices=NAMES, default=[], help="systems whose decode step is profiled at the end"
     )
     parser.add_argument("--build-op", action="store_true", help="build DeepSpeed's inference op for `unpatched` (nvcc)")
-    parser.add_argument("--restate", type=Path, metavar="JSON", help="measure nothing: derive a result's fields anew")
     parser.add_argument("--timeout", type=float, default=240.0, help="most seconds for one command of a worker")
     return parser.parse_args(arguments)
 
@@ -208,10 +206,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 0 if it ran to its end without an error, whatever the targets say."""
     options = parse(arguments)
-    if options.restate:
-        result = json.loads(options.restate.read_text())
-        restate(result)
-        return conclude(result, options.out, {})
     workload = TINY if options.tiny else FULL
     shown = list(sys.argv[1:] if arguments is None else arguments)
     if "--out" in shown:
