@@ -51,11 +51,13 @@ def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any
     except Exception as error:  # noqa: BLE001 - whatever it is, the original path serves the call
         # A model or an argument that this code does not know how to read. Nothing has been done yet.
         attachment.unreadable(error)
-        return original(*args, **kwargs)
+        with attachment.own_layers():
+            return original(*args, **kwargs)
     if reason is None:
         return _Run(attachment, original, call).generate()
     attachment.counters.eager_calls += 1
-    result = original(*args, **kwargs)
+    with attachment.own_layers():
+        result = original(*args, **kwargs)
     attachment.last_call = _last_call(call.input_ids, result, "eager", reason, region_steps=0)
     return result
 
@@ -77,11 +79,13 @@ def watch(
     """
     prompt = args[0] if args else kwargs.get("input_ids")
     if prompt is None:
-        return original(*args, **kwargs)
+        with attachment.own_layers():
+            return original(*args, **kwargs)
     call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
     reason = attachment.refuse(judge(attachment.facts(call)))
     attachment.counters.eager_calls += 1
-    result = original(*args, **kwargs)
+    with attachment.own_layers():
+        result = original(*args, **kwargs)
     attachment.last_call = _last_call(prompt, result, "eager", reason, region_steps=0)
     return result
 
@@ -90,7 +94,13 @@ def _reason_for_eager(attachment: Attachment, call: GenerateCall) -> str | None:
     """The guards' answer; None means that a region may run."""
     total = max(call.max_length, call.input_ids.shape[-1])
     facts = attachment.facts(
-        Call(training=attachment.training, total_tokens=total, unsupported=call.unsupported),
+        Call(
+            training=attachment.training,
+            total_tokens=total,
+            unsupported=call.unsupported,
+            rows=call.input_ids.shape[0],
+            prompt_tokens=call.input_ids.shape[-1],
+        ),
         needed_bytes=attachment.needed_bytes(call.input_ids.shape[0], total) if not call.unsupported else 0,
     )
     refusals = judge(facts)
@@ -122,7 +132,7 @@ class _Run:
         try:
             # Buffers that are born under inference mode could not be written outside it;
             # and a region is compiled for one mode.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self.attachment.serving():
                 region = self._prefill()
                 doing = "a decode step"
                 outcome = self._decode(region)
@@ -144,14 +154,12 @@ class _Run:
         assert kv is not None
         assert state is not None
         assert forward is not None
-        device = state.device
-        ids, positions = call.input_ids.to(device), call.positions().to(device)
-        mask = None if call.attention_mask is None else call.attention_mask.to(device)
+        prompt = call.prompt_on(state.device)
         attachment.turn(self.lease, call.max_length)
-        last = forward.prefill(kv, ids, mask, positions)
+        last = forward.prefill(kv, prompt)
         attachment.refresh(region)
         attachment.turn(self.lease, call.max_length)
-        state.begin(ids, mask, positions, call.request.ignored)
+        state.begin(prompt.ids, prompt.mask, prompt.positions, call.request.ignored)
         # The prompt's token is chosen eagerly by the code that the region compiles.
         # Rows that pad the key up have ended already.
         logits = pad_rows(last.float(), self.lease.rows)
@@ -190,8 +198,7 @@ class _Run:
         outcome = readback.after_step()
         while self.known < call.max_length and not outcome.stops:
             self._draw()
-            region.run(RegionKey(lease.rows, lease.window(self.known + 1)))
-            self.region_steps += 1
+            self.region_steps += region.run(RegionKey(lease.rows, lease.window(self.known + 1)))
             self._keep(state.logits, state.scores)
             self.known += 1
             outcome = readback.after_step()
@@ -215,24 +222,18 @@ class _Run:
                 sequences,
                 scores=tuple(self.scores[:new]) if selection.scores else None,
                 logits=tuple(self.logits[:new]) if selection.logits else None,
-                cache=self._returned_cache(length),
+                cache=self._returned_cache(sequences),
             )
         if self.streamer is not None:
             self.streamer.end()
         self.attachment.last_call = _last_call(call.input_ids, result, "fused", None, self.region_steps)
         return result
 
-    def _returned_cache(self, length: int) -> Any:
-        """A cache of transformers' own kind with this call's keys and values: the last token was never forwarded."""
-        cache, kv = self.call.cache, self.attachment.kv
-        assert kv is not None
-        if cache is None:
-            return None
-        for index in range(len(kv.keys)):
-            stored = kv.read(index, self.call.batch, length - 1)
-            if stored is not None:
-                cache.update(*stored, index)
-        return cache
+    def _returned_cache(self, sequences: torch.Tensor) -> Any:
+        call, forward, state = self.call, self.attachment.forward, self.attachment.state
+        assert forward is not None
+        assert state is not None
+        return forward.returned_cache(self.attachment.kv, call.prompt_on(state.device), sequences.to(state.device))
 
     def _recover(self, error: Exception, doing: str) -> Any:
         attachment = self.attachment

@@ -42,6 +42,14 @@ def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(model).forward).parameters
 
 
+def supports_cache_class(model: Any) -> bool:
+    """Whether a model takes its KV cache as an object; else it is a tuple of keys and values.
+
+    Source: ``PreTrainedModel._supports_cache_class`` (transformers 4.44 to 4.56); later releases know only objects.
+    """
+    return bool(getattr(model, "_supports_cache_class", True))
+
+
 def cache_keyword(model: Any) -> str:
     """Under which name `forward` takes a KV cache.
 

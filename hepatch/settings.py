@@ -18,6 +18,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 GRAPH_CAPTURE_KEYS = ("enable_graph_capture", "enable_cuda_graph")
 """Keys of ds_config's `hybrid_engine` section that ask for hepatch or refuse it; the first present one counts."""
 
+MOST_BUCKETS, MOST_POSITIONS = 64, 4096
+"""Region keys admitted per engine where the environment says nothing: of buckets, and of exact positions."""
+
 _logger = logging.getLogger("hepatch")
 
 
@@ -66,8 +69,11 @@ class Settings(BaseSettings):
         validation_alias="HEPATCH_BUCKET_TOKENS",
         description="KV positions by which a region's key grows.",
     )
-    max_recordings: int = Field(
-        default=64, ge=1, validation_alias="HEPATCH_MAX_RECORDINGS", description="Region keys admitted per engine."
+    max_recordings: int | None = Field(
+        default=None,
+        ge=1,
+        validation_alias="HEPATCH_MAX_RECORDINGS",
+        description="Region keys admitted per engine; if absent 64, or 4096 where each position is a key (kernels).",
     )
     cache_mib: int | None = Field(
         default=None,
@@ -86,6 +92,16 @@ class Settings(BaseSettings):
         validation_alias="HEPATCH_COMPILE_BACKEND",
         description="The torch.compile backend; anything but inductor is for debugging and tests.",
     )
+
+    def most_recordings(self, *, exact: bool) -> int:
+        """Region keys admitted per engine.
+
+        Args:
+            exact: each position is a key of its own, of about 1 MiB; else a key serves a bucket of positions.
+        """
+        if self.max_recordings is not None:
+            return self.max_recordings
+        return MOST_POSITIONS if exact else MOST_BUCKETS
 
 
 def read() -> Settings:
