@@ -67,7 +67,7 @@ class Attachment:
         self.regions: RegionStore | None = None
         self._engine = weakref.ref(engine)
         self._said = OnceLog()
-        self._memory: tuple[int, int] | None = None
+        self._memory: tuple[int, int | None] | None = None
         self._idle_hooks: list[dict[int, Any]] = []
         self._structure: int | None = None
         self._failure: str | None = None
@@ -134,7 +134,7 @@ class Attachment:
             max_positions=None if self.model is None else probes.max_positions(self.model),
             max_out_tokens=None if self.containers is None else self.containers.max_tokens,
             workspace=self._workspace_obstacle(call),
-            unseen_weight=None if self.containers is None else self.containers.unseen_weight(),
+            unseen_weight=None if self.containers is None else self.containers.unseen_weight(self._tensors),
             weights_offloaded=probes.weights_offloaded(engine, self._tensors),
             compiler_missing=probes.compiler_obstacle(self.device, self.settings.compile_backend),
             thread=threading.get_ident(),
@@ -289,10 +289,9 @@ class Attachment:
         containers = self.containers
         assert containers is not None
         containers.make_room(rows, prompt)
-        memory = (containers.generation, probes.addresses([*self._tensors, *containers.stack.tensors()]))
-        if self._memory not in (None, memory):
+        if self._memory not in (None, containers.memory):
             self.drop_regions()
-        self._memory = memory
+        self._memory = containers.memory
 
     def _leases(self) -> BucketLeases | ExactLeases:
         return BucketLeases(self.settings.bucket_tokens) if self.containers is None else ExactLeases()

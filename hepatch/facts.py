@@ -52,8 +52,8 @@ class Facts:
         causal_lm: there is a GenerationMixin inside `engine.module`.
         model_name: class name of the model, for the messages.
         static_cache: why this model, by its name, cannot decode over a static cache; None where it can.
-        no_kernels: why this engine has no DeepSpeed containers of ours although they were asked for; None where it has, or
-            nobody asked.
+        no_kernels: why this engine has no DeepSpeed containers of ours although they were asked for; None where it has,
+            or nobody asked.
         max_out_tokens: positions of DeepSpeed's workspace; None where the model runs its own layers.
         workspace: why the workspace cannot hold the call's rows; None where it can.
         unseen_weight: a weight of the model that its containers do not read; None where they read all.

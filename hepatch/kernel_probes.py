@@ -130,14 +130,16 @@ class PythonCounter:
 class KernelCounter:
     """The counter of the CUDA kernels, which Python cannot set.
 
-    An attention op over a prompt of `n` tokens sets it to `n`. Captured into a graph that is thrown away, the op runs on
-    the host alone: the counter moves, the device sees nothing. One capture suffices for any distance, in either direction.
+    An attention op over a prompt of `n` tokens sets it to `n`. Captured into a graph that is thrown away, the op runs
+    on
+    the host alone: the counter moves, the device sees nothing. One capture suffices for any distance, in either
+    direction.
 
     Args:
         container: the first of the engine's containers.
 
-    Source: ``ds_softmax_context`` in ops/csrc/transformer/inference/csrc/pt_binding.cpp: ``reset_tokens(seq_len)`` where
-    ``seq_len > 1``; the last layer calls ``advance_tokens()`` after it.
+    Source: ``ds_softmax_context`` in ops/csrc/transformer/inference/csrc/pt_binding.cpp: ``reset_tokens(seq_len)``
+    where ``seq_len > 1``; the last layer calls ``advance_tokens()`` after it.
     """
 
     def __init__(self, container: Any) -> None:
@@ -147,8 +149,9 @@ class KernelCounter:
         self._stream: torch.cuda.Stream | None = None
 
     def warm_up(self) -> None:
-        """Runs one op on the stream of the captures: a cuBLAS handle that has not run on a stream cannot be captured
-        there. It writes two positions, so it may only run before a prompt.
+        """Runs one op on the stream of the captures, once. It writes two positions, so only before a prompt.
+
+        A cuBLAS handle that has not run on a stream cannot be captured there.
         """
         if self._stream is not None:
             return
@@ -200,7 +203,7 @@ def workspace_bytes(container: Any, batch: int, layers: int) -> int:
     scores = batch * (config.heads // config.mp_size) * positions
     activations = _ACTIVATIONS * padded * batch
     stored = layers * batch * (padded // config.mp_size) * 2
-    return (activations + scores + stored) * positions * each
+    return int((activations + scores + stored) * positions * each)
 
 
 def room_for_workspace(needed: int, held: int) -> str | None:
@@ -219,7 +222,7 @@ def room_for_workspace(needed: int, held: int) -> str | None:
 
 
 def allocate_workspace(container: Any, batch: int, prompt: int, layers: int) -> None:
-    """Has DeepSpeed's shared workspace made for `batch` rows; what is larger than before takes the place of what is there.
+    """Has DeepSpeed's shared workspace made for `batch` rows; a larger one takes the place of what is there.
 
     Raises:
         RuntimeError: from DeepSpeed, not enough memory.

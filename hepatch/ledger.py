@@ -1,10 +1,11 @@
 """The position ledger: predict, verify, recover.
 
 DeepSpeed's attention kernel reads how long the sequence is from a counter on the host. A prompt of `n` tokens leaves it
-at `n + 1`, every decode step that runs host code moves it by one, and replaying a recorded step moves nothing. So before
-a step that will run host code the counter is put where that step needs it, and after every step it is checked that what
-was predicted has happened: host code ran in each layer exactly once, in order, and every layer saw the predicted number;
-or, for a replay, in none.
+at `n + 1`, every decode step that runs host code moves it by one, and replaying a recorded step moves nothing. So
+before a step that will run host code the counter is put where that step needs it, and after every step it is checked
+that what
+was predicted has happened: host code ran in each layer exactly once, in order, and every layer saw the predicted
+number; or, for a replay, in none.
 
 A wrong prediction means that a key or value was written to the wrong place, or that tokens were chosen from a wrong
 cache. The ledger then knows nothing until the next prompt, and says so by an error: the step is discarded.

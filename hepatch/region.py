@@ -8,8 +8,8 @@ device tensor.
 Every region compiles a code object of its own, as Dynamo's cache and its recompile limit belong to the code object.
 
 Source: ``torch.compile(mode="reduce-overhead")``; CUDA graph trees run a key eagerly on its first visit, record on its
-second and replay from the third (``torch._inductor.cudagraph_trees``); with ``triton.skip_cudagraph_warmup`` they record
-on the first.
+second and replay from the third (``torch._inductor.cudagraph_trees``); with ``triton.skip_cudagraph_warmup`` they
+record on the first.
 """
 
 from __future__ import annotations

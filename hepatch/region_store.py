@@ -23,9 +23,7 @@ MOST_REGIONS = 8
 
 
 class RegionKey(NamedTuple):
-    """What a recording is made for: `rows` of the batch, and the `window` of positions that holds all tokens up to the
-    one that the step makes.
-    """
+    """What a recording is made for: `rows` of the batch, and the `window` of positions, the new token's included."""
 
     rows: int
     window: int

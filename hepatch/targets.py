@@ -1,9 +1,9 @@
 """What is patched in DeepSpeed and transformers, and for each: why this seam, and what it does not reach.
 
 The wrappers repair what breaks a hybrid engine on the installed pair of releases, and lead each generate to
-`hepatch.decode`. No container of DeepSpeed is built before a disposable copy of the model has shown that it is right: with
-grouped-query Llama building one damages the user's weights, with Bloom it ends the process, with current transformers most
-of them fail in the first generate.
+`hepatch.decode`. No container of DeepSpeed is built before a disposable copy of the model has shown that it is right:
+with grouped-query Llama building one damages the user's weights, with Bloom it ends the process, with current
+transformers most of them fail in the first generate.
 """
 
 from __future__ import annotations

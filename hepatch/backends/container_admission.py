@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hepatch.backends.kernels import KernelsForward
 
 LAYERS, VOCABULARY = 2, 512
-# Rows, columns of the prompt, and columns of padding in the first row; larger batch first, since it sizes the workspace.
+# Rows, columns of the prompt, and columns of padding in the first row; larger batch first, since it sizes the
+# workspace.
 SEQUENCES = ((3, 6, 2), (1, 9, 0), (2, 4, 1))
 STEPS = 2
 _NORM_SPREAD = 0.1
@@ -105,15 +106,15 @@ def _disposable_copy(model: Any, dtype: torch.dtype, device: torch.device) -> An
 
 
 def _compare_structure(layers: list[torch.nn.Module], fresh: list[torch.nn.Module], name: str) -> None:
-    """A container reads weights from where the model's class has them, so a layer must be what its class makes of it."""
+    """A container reads weights from where the class has them, so a layer must be what its class makes of it."""
     wanted = {place: type(module) for place, module in fresh[0].named_modules()}
     for index, layer in enumerate(layers):
         for place, module in layer.named_modules():
             expected = wanted.get(place)
             if type(module) is not expected and not kernel_probes.lora_weights(module):
                 raise ContainersNotAdmittedError(
-                    f"layer {index} of {name} has a {type(module).__name__} at {place or 'its root'}, of which a container"
-                    " would see a part"
+                    f"layer {index} of {name} has a {type(module).__name__} at {place or 'its root'},"
+                    " of which a container would see a part"
                 )
 
 
@@ -127,7 +128,7 @@ def _with_containers(engine: Any, double: Any, policies: dict[type, tuple[Any, A
         container = build(layer, policy, index)
         if kernel_probes.rearranges_weights(container):
             raise ContainersNotAdmittedError(
-                f"{type(container).__name__} turns the model's weights around in place for each rollout and back for training"
+                f"{type(container).__name__} turns the model's weights around in place for each rollout and back"
             )
         containers.append(container)
     return KernelsForward(double, ContainerStack(layers, containers, []))
@@ -142,7 +143,8 @@ def _compare(forward: KernelsForward, device: torch.device, name: str) -> None:
             worst = max(_differences(forward, rows, columns, padding, device))
         except Exception as error:
             raise ContainersNotAdmittedError(
-                f"DeepSpeed's containers do not run {name} of this transformers ({type(error).__name__}: {first_line(error)})"
+                f"DeepSpeed's containers do not run {name} of this transformers"
+                f" ({type(error).__name__}: {first_line(error)})"
             ) from error
         if worst > 1.0:
             raise ContainersNotAdmittedError(

@@ -21,6 +21,8 @@ from hepatch.report import logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
+
     from hepatch.backends.kernels import ContainerStack, KernelsForward
 
 _OBSTACLE = "_hepatch_no_containers"
@@ -132,10 +134,13 @@ class Containers:
         self.max_tokens = int(containers[0].module.config.max_out_tokens)
         self.generation = 0
         self._first = containers[0]
+        self._tensors = self.stack.tensors()
+        self._looked_at: int | None = None
+        self._unseen: str | None = None
         self._rows = 0
         self._fused_by_engine = False
-        # Stock leads the model's generate to the engine's. Nothing of the engine stays on the model, so that its copies are
-        # ordinary; the class's own generate reaches the region as well.
+        # Stock leads the model's generate to the engine's. Nothing of the engine stays on the model, so that its copies
+        # are ordinary; the class's own generate reaches the region as well.
         engine.module.__dict__.pop("generate", None)
         # One object, so that a release by hand is seen.
         engine.workspace = self._first.module.workspace
@@ -155,13 +160,29 @@ class Containers:
         """The model runs its own layers."""
         self.stack.step_aside()
 
-    def unseen_weight(self) -> str | None:
-        """The name of a weight that the kernels would not see, or None. Loaded and moved weights are fused again first."""
+    def unseen_weight(self, weights: list[torch.Tensor]) -> str | None:
+        """The name of a weight that the kernels would not see, or None. Loaded and moved weights are fused again first.
+
+        Args:
+            weights: the model's own; where none has moved since the last answer, the answer stands.
+        """
+        if probes.addresses([*weights, *self._tensors]) != self._looked_at:
+            self._unseen = self._look_for_unseen()
+            # Fusing may have moved some.
+            self._looked_at = probes.addresses([*weights, *self._tensors])
+        return self._unseen
+
+    @property
+    def memory(self) -> tuple[int, int | None]:
+        """Changes when the workspace or a weight has moved, as far as `unseen_weight` has seen."""
+        return self.generation, self._looked_at
+
+    def _look_for_unseen(self) -> str | None:
         for index, (container, layer) in enumerate(zip(self.stack.containers, self._layers, strict=True)):
             kernel_probes.fuse_split_weights(container)
             name = kernel_probes.unseen_weight(container, layer)
             if name is not None:
-                return f"layer {index}: {name}"
+                return f"{name} of layer {index}"
         return None
 
     def no_room(self, rows: int) -> str | None:

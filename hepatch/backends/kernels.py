@@ -1,9 +1,9 @@
 """The kernels backend: DeepSpeed's inference containers inside a region whose key is the exact position.
 
-Inside a step that is compiled whole each container is ONE opaque op that changes the hidden states in place, and so is
-each norm and projection outside the layers: what they launch is, bit for bit, what the eager engine launches. Embeddings,
-masks and the choice of the token are traced. Where the sequence stands is state of the host, which a recording bakes in;
-`ledger` keeps account of it.
+Inside a step that is compiled whole, all containers together are ONE opaque op that changes the hidden states in place,
+and so is each norm and projection outside the layers: what they launch is, bit for bit, what the eager engine launches.
+Embeddings, masks and the choice of the token are traced. Where the sequence stands is state of the host, which a
+recording bakes in; `ledger` keeps account of it.
 
 The containers are in force only within a call that a region serves. At any other time a model runs its own layers: a
 forward that wants gradients, a log-prob forward between two generates, beam search and copies of the model are
@@ -72,23 +72,25 @@ class ContainerStack:
         self._others = others
         # Embeddings are exact whichever way they are looked up, and the prompt's are stock's.
         opaque = [(own, stock) for own, stock in others if not isinstance(own, torch.nn.Embedding)]
-        self._opaque = [stock for _, stock in opaque]
+        self._opaque: list[Any] = [stock for _, stock in opaque]
         self._presents: Any = None
         self.handle = next(_handles)
         _stacks[self.handle] = self
-        self._step_calls = [
+        self._step_calls: list[tuple[torch.nn.Module, Callable[..., Any]]] = [
             (layer, types.MethodType(_layer_call(self.handle, index, layer, module), layer))
             for index, (layer, module) in enumerate(zip(layers, self.modules, strict=True))
         ]
         self._step_calls += [
             (own, types.MethodType(_other_call(self.handle, index), own)) for index, (own, _) in enumerate(opaque)
         ]
-        self._prompt_calls = [(layer, module.forward) for layer, module in zip(layers, self.modules, strict=True)]
+        self._prompt_calls: list[tuple[torch.nn.Module, Callable[..., Any]]] = [
+            (layer, module.forward) for layer, module in zip(layers, self.modules, strict=True)
+        ]
         self._prompt_calls += [(own, stock.forward) for own, stock in others]
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """The model runs through its containers, as stock's does in eval mode. For prompts, and for steps outside a region."""
+        """The model runs through its containers, as stock's does in eval mode. For prompts."""
         with _standing_in(self._prompt_calls):
             yield
 
@@ -133,17 +135,24 @@ class ContainerStack:
         self.ledger.end(replay=replay)
         self._presents = self.modules[-1].layer_past
 
-    def run(self, index: int, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-        """The body of a container's op: runs it and leaves its output in `hidden`, `[rows, 1, hidden]`."""
-        module = self.modules[index]
+    def run(self, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
+        """The body of the containers' op: runs all of them and leaves the last one's output in `hidden`.
+
+        Args:
+            hidden: `[rows, 1, hidden]`.
+            mask: additive, `[rows, 1, 1, tokens]`, or None where nothing is masked.
+            positions: int64 `[rows, 1]`, or None where the layers are called without.
+        """
         given = {} if positions is None else {_POSITIONS: positions}
-        # The kernel reads the mask's memory as if nothing lay between its elements.
+        # The kernels read the mask's memory as if nothing lay between its elements.
         mask = None if mask is None else mask.contiguous()
-        output = module.forward(hidden, attention_mask=mask, use_cache=False, **given)
-        output = output[0] if isinstance(output, tuple) else output
-        if output.data_ptr() != hidden.data_ptr():
-            hidden.copy_(output)
-        self.ledger.ran(index, kernel_probes.seen_tokens(module))
+        states = hidden
+        for index, module in enumerate(self.modules):
+            states = module.forward(states, attention_mask=mask, use_cache=False, **given)
+            states = states[0] if isinstance(states, tuple) else states
+            self.ledger.ran(index, kernel_probes.seen_tokens(module))
+        if states.data_ptr() != hidden.data_ptr():
+            hidden.copy_(states)
 
     def run_other(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """The body of the op of a module outside the layers."""
@@ -176,7 +185,11 @@ def _standing_in(calls: list[tuple[torch.nn.Module, Callable[..., Any]]]) -> Ite
 
 
 def _layer_call(handle: int, index: int, layer: torch.nn.Module, module: Any) -> Callable[..., Any]:
-    """What stands in for a layer's forward in a step. Traceable."""
+    """What stands in for a layer's forward in a step: the first stands for all, the others hand on. Traceable.
+
+    An op for each layer would have the same outcome; tracing and compiling it costs more the deeper a model is. That
+    nothing happens between layers, and that all are called alike, shows in admission.
+    """
     names = list(inspect.signature(type(layer).forward).parameters)[1:]
     config = module.config
     in_tuple = bool(config.return_tuple or config.return_single_tuple)
@@ -184,12 +197,14 @@ def _layer_call(handle: int, index: int, layer: torch.nn.Module, module: Any) ->
     def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
         given.update(kwargs)
-        hidden = given.pop("hidden_states").clone()
+        hidden = given.pop("hidden_states")
         mask, positions = given.pop(_MASK, None), given.pop(_POSITIONS, None)
         for name, value in given.items():
             if name not in _UNUSED and value is not None:
                 raise NotExpressedError(f"a layer is called with {name}")
-        torch.ops.hepatch.container(hidden, mask, positions, handle, index)
+        if index == 0:
+            hidden = hidden.clone()
+            torch.ops.hepatch.containers(hidden, mask, positions, handle)
         return (hidden,) if in_tuple else hidden
 
     return forward
@@ -202,16 +217,14 @@ def _other_call(handle: int, index: int) -> Callable[..., Any]:
     return forward
 
 
-@torch.library.custom_op("hepatch::container", mutates_args=("hidden",))
-def container_op(
-    hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, handle: int, index: int
-) -> None:
-    """Runs a container of the stack `handle`. What it writes beside `hidden`, its workspace, no other operation touches."""
-    _stacks[handle].run(index, hidden, mask, positions)
+@torch.library.custom_op("hepatch::containers", mutates_args=("hidden",))
+def containers_op(hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, handle: int) -> None:
+    """Runs the containers of the stack `handle`. What they write beside `hidden`, their workspace, is theirs alone."""
+    _stacks[handle].run(hidden, mask, positions)
 
 
-@container_op.register_fake
-def _(hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, handle: int, index: int) -> None:
+@containers_op.register_fake
+def _(hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, handle: int) -> None:
     return None
 
 
@@ -302,8 +315,9 @@ class KernelsForward:
         return last_logits(output)
 
     def returned_cache(self, kv: WorkspaceKV, prompt: Prompt, sequences: torch.Tensor) -> Any:
-        """A cache of transformers' own kind over what was generated, by the model's own layers: the kernels keep theirs
-        where no caller can use it.
+        """A cache of transformers' own kind over what was generated, made by the model's own layers.
+
+        The kernels keep theirs where no caller can use it.
 
         Args:
             kv: unused.
@@ -369,7 +383,8 @@ class KernelsDecoder:
 
         Args:
             tokens: int64 `[rows, 1]`.
-            mask: int64 `[rows, window]`, 1 where a position is no padding; the last column, the new token's, is left out.
+            mask: int64 `[rows, window]`, 1 where a position is no padding; the last column, the new token's, is left
+                out.
             positions: int64 `[rows, 1]`, the rows' own positions, padding not counted.
 
         Returns:

@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference of logits of one shape, in units of what rounding explains; above 1 they are not the same."""
+    """The largest difference of logits of one shape, in units of what rounding explains: above 1 they differ."""
     allowed = TOLERANCE.get(expected.dtype, TOLERANCE[torch.bfloat16])
     scale = expected.float().abs().max().clamp_min(1.0)
     largest = (found.float() - expected.float()).abs().max() / (scale * allowed)

@@ -1,9 +1,10 @@
 """DeepSpeed's real inference containers on a CPU: its own torch fallbacks, with their faults put right.
 
 DeepSpeed has a torch fallback for every op of its inference extension, and a Python `InferenceContext` with the counter
-that the kernels keep in C++. A container takes the fallbacks when the extension lacks the op, so an empty extension makes
-it run here. Some fallbacks compute something else than the kernels do; what is put right below is named one by one. The
-containers, their policies, the weights they share with the model and the workspace are DeepSpeed's own throughout.
+that the kernels keep in C++. A container takes the fallbacks when the extension lacks the op, so an empty extension
+makes it run here. Some fallbacks compute something else than the kernels do; what is put right below is named one by
+one. The containers, their policies, the weights they share with the model and the workspace are DeepSpeed's own
+throughout.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Rotary:
 
 
 def install() -> None:
-    """Let containers be built and run on this machine. Once a process, before `deepspeed.initialize`; twice is silent."""
+    """Let containers be built and run on this machine; before `deepspeed.initialize`. Twice is silent."""
     from deepspeed.ops.transformer.inference.op_binding import base, mlp_gemm, softmax_context, workspace
     from deepspeed.utils.types import ActivationFuncType
 
