@@ -91,7 +91,12 @@ class Attachment:
     def _static_cache_obstacle(self) -> str | None:
         if self.model is None:
             return "there is no model"
-        return None if self.containers is not None else probes.static_cache_obstacle(self.model)
+        if self.containers is not None:
+            return None
+        obstacle = probes.static_cache_obstacle(self.model)
+        if obstacle is None or self._no_containers is None:
+            return obstacle
+        return f"{obstacle}, and {self._no_containers}"
 
     @property
     def name(self) -> str:
@@ -125,7 +130,6 @@ class Attachment:
         budget = self.settings.cache_mib
         return Facts(
             enabled=activation.is_on(),
-            backend=self.settings.backend,
             causal_lm=self.model is not None,
             model_name=self.name,
             static_cache=self._static_cache if self.model is not None else None,
@@ -298,7 +302,7 @@ class Attachment:
 
     @property
     def _most_recordings(self) -> int:
-        return self.settings.most_recordings(exact=self.containers is not None)
+        return self.settings.max_recordings if self.containers is None else self.settings.max_positions
 
     def serving(self) -> AbstractContextManager[None]:
         """To be held while a region serves a call: the weights are as its backend wants them."""

@@ -15,9 +15,9 @@ from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
 from hepatch.readback import Outcome, Readback, WatchedStreamer
-from hepatch.recovery import finish_eagerly
+from hepatch.recovery import finish_eagerly, start_again
 from hepatch.region_store import RegionKey
-from hepatch.report import LastCall
+from hepatch.report import LastCall, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +125,7 @@ class _Run:
         self.readback: Readback | None = None
         self.streamer = None if call.streamer is None else WatchedStreamer(call.streamer)
         self.lease: Lease
+        self._answer: Any = None
 
     def generate(self) -> Any:
         """The whole call, from prompt to result."""
@@ -257,17 +258,47 @@ class _Run:
         if certain > call.prompt and state is not None:
             self.attachment.turn(self.lease, call.max_length)
             ids = state.sequences(call.batch, certain).to(call.input_ids.device)
-        if self.streamer is not None and self.readback is not None:
-            for column in range(self.readback.shown, certain):
+        new = certain - call.prompt
+        self.attachment.counters.recoveries += 1
+        if not needs_memory and self._start_again(ids, reason):
+            return self._answer
+        if self.streamer is not None:
+            shown = call.prompt + self.streamer.puts
+            for column in range(shown, certain):
                 self.streamer.put(ids[:, column].cpu())
-            seen = max(0, self.readback.shown - certain)
+            seen = max(0, shown - certain)
         if needs_memory:
             self.attachment.drop_regions()
-        self.attachment.counters.recoveries += 1
-        new = certain - call.prompt
-        result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
+        with self.attachment.own_layers():
+            result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
         self.attachment.last_call = _last_call(call.input_ids, result, "eager", reason, self.region_steps)
         return result
+
+    def _start_again(self, ids: torch.Tensor, reason: str) -> bool:
+        """Where containers run, and can run this call, lets them make `_answer` from the prompt on.
+
+        Args:
+            ids: int64 `[batch, known]`, prompt and certain tokens.
+            reason: for the record.
+        """
+        containers, call = self.attachment.containers, self.call
+        if containers is None:
+            return False
+        containers.stack.ledger.lose()
+        seen = 0 if self.streamer is None else self.streamer.puts
+        try:
+            containers.make_room(call.batch, call.prompt)
+            with self.attachment.serving(), containers.stack.in_force():
+                self._answer = start_again(
+                    self.original, call, ids, self.scores[: ids.shape[1] - call.prompt], self.streamer, seen
+                )
+        except Exception as error:
+            if self.streamer is not None and self.streamer.raised is error:
+                raise
+            logger.debug("hepatch: the containers fail outside a region too; the layers go on", exc_info=error)
+            return False
+        self.attachment.last_call = _last_call(call.input_ids, self._answer, "eager", reason, self.region_steps)
+        return True
 
     def _certain(self) -> int:
         """How long a sequence the original is to go on from."""

@@ -43,7 +43,6 @@ class Facts:
     Attributes:
         enabled: hepatch is switched on.
         requested: what the ds_config asks; None where it says nothing.
-        backend: "auto", "kernels" or "native", as set.
         zero_stage: the engine's ZeRO stage.
         release_inference_cache: the ds_config's `release_inference_cache`.
         workspace_released: DeepSpeed's inference workspace is released at this moment.
@@ -73,7 +72,6 @@ class Facts:
 
     enabled: bool = True
     requested: bool | None = None
-    backend: str = "auto"
     zero_stage: int = 0
     release_inference_cache: bool = False
     workspace_released: bool = False

@@ -274,5 +274,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
 )
 """Every rule, in the order in which a report lists them."""
 
-CONSTRUCTION: Final = frozenset({"disabled", "model", "containers", "zero3", "released-cache", "tensor-parallel"})
+CONSTRUCTION: Final = frozenset(
+    {"disabled", "backend", "model", "containers", "zero3", "released-cache", "tensor-parallel"}
+)
 """Rules whose facts are fixed when an engine is built; `disabled` so far as the ds_config says it."""

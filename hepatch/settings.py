@@ -18,9 +18,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 GRAPH_CAPTURE_KEYS = ("enable_graph_capture", "enable_cuda_graph")
 """Keys of ds_config's `hybrid_engine` section that ask for hepatch or refuse it; the first present one counts."""
 
-MOST_BUCKETS, MOST_POSITIONS = 64, 4096
-"""Region keys admitted per engine where the environment says nothing: of buckets, and of exact positions."""
-
 _logger = logging.getLogger("hepatch")
 
 
@@ -69,11 +66,14 @@ class Settings(BaseSettings):
         validation_alias="HEPATCH_BUCKET_TOKENS",
         description="KV positions by which a region's key grows.",
     )
-    max_recordings: int | None = Field(
-        default=None,
+    max_recordings: int = Field(
+        default=64, ge=1, validation_alias="HEPATCH_MAX_RECORDINGS", description="Region keys admitted per engine."
+    )
+    max_positions: int = Field(
+        default=4096,
         ge=1,
-        validation_alias="HEPATCH_MAX_RECORDINGS",
-        description="Region keys admitted per engine; if absent 64, or 4096 where each position is a key (kernels).",
+        validation_alias="HEPATCH_MAX_POSITIONS",
+        description="The same for DeepSpeed's kernels, where each position of each batch size is a key.",
     )
     cache_mib: int | None = Field(
         default=None,
@@ -92,16 +92,6 @@ class Settings(BaseSettings):
         validation_alias="HEPATCH_COMPILE_BACKEND",
         description="The torch.compile backend; anything but inductor is for debugging and tests.",
     )
-
-    def most_recordings(self, *, exact: bool) -> int:
-        """Region keys admitted per engine.
-
-        Args:
-            exact: each position is a key of its own, of about 1 MiB; else a key serves a bucket of positions.
-        """
-        if self.max_recordings is not None:
-            return self.max_recordings
-        return MOST_POSITIONS if exact else MOST_BUCKETS
 
 
 def read() -> Settings:

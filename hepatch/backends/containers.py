@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hepatch.backends.kernels import ContainerStack, KernelsForward
 
 _OBSTACLE = "_hepatch_no_containers"
+_TRAINED = "_hepatch_trained_before_containers"
 _owner: weakref.ref[Any] | None = None
 
 
@@ -50,6 +51,9 @@ def choose_policies(engine: Any, populate: Callable[[], None]) -> None:
             engine.inference_policies = everything
             # What an engine before this one has left; the layers of this one are numbered from zero.
             kernel_probes.set_class_state(kernel_probes.fresh_class_state())
+            engine.__dict__[_TRAINED] = [
+                parameter for parameter in engine.module.parameters() if parameter.requires_grad
+            ]
             _owner = weakref.ref(engine)
             return
     except ContainersNotAdmittedError as error:
@@ -139,6 +143,9 @@ class Containers:
         self._unseen: str | None = None
         self._rows = 0
         self._fused_by_engine = False
+        # What stock puts in for projections outside the layers freezes their weights, and they would never train.
+        for parameter in engine.__dict__.pop(_TRAINED, ()):
+            parameter.requires_grad_(True)
         # Stock leads the model's generate to the engine's. Nothing of the engine stays on the model, so that its copies
         # are ordinary; the class's own generate reaches the region as well.
         engine.module.__dict__.pop("generate", None)
