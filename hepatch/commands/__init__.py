@@ -1,9 +1,10 @@
-"""The command line: `hepatch demo`. One file per command; torch is loaded by the command that needs it, not here."""
+"""The command line: `hepatch bench`, `hepatch demo`. One file per command; torch is loaded by the command that needs it, not here."""
 
 from __future__ import annotations
 
 import typer
 
+from hepatch.commands.bench import bench
 from hepatch.commands.demo import demo
 
 app = typer.Typer(
@@ -21,4 +22,5 @@ def _hepatch() -> None:
     pass
 
 
+app.command(name="bench")(bench)
 app.command(name="demo")(demo)
