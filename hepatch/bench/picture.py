@@ -102,7 +102,9 @@ def _generate(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> Non
     for place, row in enumerate(reversed(shown)):
         if row["failure"] is not None:
             text = row["failure"] if len(row["failure"]) < 64 else row["failure"][:61] + "..."  # noqa: PLR2004
-            axes.text(most * 0.01, place, f"no result: {text}", va="center", fontsize=7, color="#777777", style="italic")
+            axes.text(
+                most * 0.01, place, f"no result: {text}", va="center", fontsize=7, color="#777777", style="italic"
+            )
             continue
         times = row["generate_spread_ms"]
         axes.barh(place, times["median"], color=_COLOURS[row["system"]], height=0.62)

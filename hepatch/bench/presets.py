@@ -39,7 +39,7 @@ def preset(name: str, given: Workload) -> Workload:
 
 
 def default_device() -> str:
-    """ "cuda" where there is a device, else "cpu"."""
+    """The name of torch's device: "cuda" where there is one, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -126,7 +126,8 @@ def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
 def compile_s() -> float:
     """Seconds that this process has spent in Dynamo and what it calls, Inductor included.
 
-    Source: ``torch._dynamo.utils.compilation_time_metrics``, whose phases contain one another: the longest is the whole.
+    Source: ``torch._dynamo.utils.compilation_time_metrics``, whose phases contain one another;
+    the longest is the whole.
     """
     from torch._dynamo.utils import compilation_time_metrics
 

@@ -28,9 +28,7 @@ def finish(result: dict[str, Any], workload: Workload, systems: Mapping[str, Sys
         for name, system in systems.items()
     }
     result["rows"] = [
-        _row(name, rows, system, workload, result)
-        for rows in workload.batches
-        for name, system in systems.items()
+        _row(name, rows, system, workload, result) for rows in workload.batches for name, system in systems.items()
     ]
     result["floor_ms_per_step"] = {
         row["batch"]: row["floor_ms_per_step"] for row in result["rows"] if "floor_ms_per_step" in row

@@ -200,7 +200,9 @@ class CudaGraph(Unpatched):
         """Whether graphs were in force: without containers, off CUDA and after a failed capture they are not."""
         graphs = getattr(self.engine, "_decode_graphs", None)
         if graphs is None:
-            return "no inference containers, so no graphs: eager" if self.device != "cpu" else "no graphs on a CPU: eager"
+            return (
+                "no inference containers, so no graphs: eager" if self.device != "cpu" else "no graphs on a CPU: eager"
+            )
         if getattr(graphs, "_disabled", False):
             return "capture failed, fell back to eager"
         return f"{graphs.captured_positions} graphs"

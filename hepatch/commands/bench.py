@@ -115,7 +115,11 @@ def _command() -> str:
 
 
 def _write(
-    result: dict[str, Any], json_file: Path | None, markdown_file: Path | None, picture_file: Path | None, console: Console
+    result: dict[str, Any],
+    json_file: Path | None,
+    markdown_file: Path | None,
+    picture_file: Path | None,
+    console: Console,
 ) -> None:
     from hepatch.bench import picture, tables
 
