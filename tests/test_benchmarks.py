@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, mixed, seed_native, summary
+from benchmarks import mixed, seed_native, summary
+from hepatch.bench import memory
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "benchmarks" / "results" / "seed-native.json"

@@ -104,7 +104,8 @@ class Worker:
             folder = place.folder / (cache or f"{name}-cache")
             own |= {f"{kind}_CACHE_DIR": str(folder / kind.lower()) for kind in ("TORCHINDUCTOR", "TRITON")}
         if place.device == "cpu":
-            own |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            # Threads that wait by spinning would take the cores from the process whose turn it is.
+            own |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
         own |= {**SYSTEMS[name].environment, **(environment or {})}
         self.label = f"{name} ({tag})" if tag else name
         self.log = place.folder / f"{name}{'-' if tag else ''}{tag}.log"

@@ -69,12 +69,12 @@ def _steps(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> None:
                 linewidth=2.2 if name in ("native", "kernels") else 1.5,
                 label=SYSTEMS[name].title,
             )
-    floor = {int(batch): value for batch, value in result["floor_ms_per_step"].items()}
+    floor: dict[int, float] = {int(batch): value for batch, value in result["floor_ms_per_step"].items()}
     if floor:
         known = sorted(floor)
         # A single batch still needs a floor that can be seen.
-        reach = known if len(known) > 1 else [known[0] / 1.3, known[0] * 1.3]
-        values = [floor.get(batch, floor[known[0]]) for batch in reach]
+        reach: list[float] = [*known] if len(known) > 1 else [known[0] / 1.3, known[0] * 1.3]
+        values: list[float] = [floor[batch] for batch in known] if len(known) > 1 else [floor[known[0]]] * 2
         axes.plot(reach, values, color="black", linestyle="--", linewidth=1.3, label="floor: memory bandwidth")
         axes.fill_between(reach, 0, values, color="black", alpha=0.08, linewidth=0)
     axes.set_xscale("log", base=2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hepatch.bench.systems import SYSTEMS
 from hepatch.bench.workload import DTYPES, Workload, model_config
 
-_RECORDED = {
+_RECORDED: dict[str, dict[str, Any]] = {
     # The workload of benchmarks/results/seed-native.json, at five batches.
     "seed": {"batches": (1, 4, 8, 16, 32), "prompt_tokens": 256, "new_tokens": 128},
     # Long prompts and long answers: the KV cache is read as much as the weights are.
@@ -35,7 +36,7 @@ def preset(name: str, given: Workload) -> Workload:
         return replace(given, model="tiny", dtype="fp32", batches=(2, 3), prompt_tokens=24, new_tokens=12)
     if name not in _RECORDED:
         raise ValueError(f"--workload {name} is none of {', '.join(_RECORDED)}")
-    return replace(given, **_RECORDED[name])  # type: ignore[arg-type] - fields by name, as declared above
+    return replace(given, **_RECORDED[name])
 
 
 def default_device() -> str:

@@ -120,7 +120,7 @@ def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
     target.copy_(source)
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def compile_s() -> float:

@@ -95,9 +95,8 @@ def title(result: Mapping[str, Any]) -> str:
     shortest = work["shortest_prompt"]
     prompts = f"{shortest} to {work['prompt_tokens']}" if shortest is not None else str(work["prompt_tokens"])
     ends = "up to " if work["early_ends"] else ""
-    return (
-        f"{work['model']}, {work['dtype']}, ZeRO-{work['zero_stage']}: prompt {prompts}, {ends}{work['new_tokens']} new"
-    )
+    new = f"{ends}{work['new_tokens']} new"
+    return f"{work['model']}, {work['dtype']}, ZeRO-{work['zero_stage']}: prompt {prompts}, {new}"
 
 
 def conditions(result: Mapping[str, Any]) -> Iterator[str]:

@@ -83,7 +83,8 @@ class Commands:
 
         memory.reset_peak()
         self.system.rollout()
-        return memory.extra(self.start, memory.read(), memory.peak(), self.system.cache_mib())
+        now, peak = memory.read(), memory.peak()
+        return memory.extra(self.start, now, peak, self.system.cache_mib())  # noqa: S610 - not Django's extra
 
     def tokens(self) -> list[list[int]]:
         """Prompt and answer of the timed call."""
@@ -167,7 +168,9 @@ def serve(
     build_op: bool,
     commands_of: Callable[[System], Commands] = Commands,
 ) -> None:
-    """Entry of the process: answers `(command, arguments)` with `("ok", result)`, `("refused", line)` or `("error", traceback)`.
+    """Entry of the process: answers each `(command, arguments)` with a status and a result.
+
+    The status is "ok", "refused" (the result is a line) or "error" (a traceback).
 
     Args:
         connection: the child's end; None on it ends the process.

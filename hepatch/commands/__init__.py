@@ -1,4 +1,4 @@
-"""The command line: `hepatch bench`, `hepatch demo`. One file per command; torch is loaded by the command that needs it, not here."""
+"""The command line. One file per command; torch is loaded by the command that needs it, not here."""
 
 from __future__ import annotations
 

@@ -6,16 +6,12 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from hepatch.commands.progress import progress
-
-if TYPE_CHECKING:
-    from hepatch.bench.run import Plan
-    from hepatch.bench.workload import Workload
 
 EXIT_NO_SYSTEM = 1
 EXIT_BAD_INPUT = 2
@@ -93,10 +89,10 @@ def bench(
             result = Run(sizes, plan, place, step, _command()).measure()
     console.print(tables.rich_table(result), width=max(console.width, 150) if not console.is_terminal else None)
     _write(result, json_file, markdown_file, picture_file, console)
-    for error in result["errors"]:
-        first = f"{error['system']} failed during {error['during']}; the end of what it said:"
+    for failed in result["errors"]:
+        first = f"{failed['system']} failed during {failed['during']}; the end of what it said:"
         console.print(first, style="red", markup=False)
-        console.print(error["error"][-1500:], markup=False, highlight=False, style="dim")
+        console.print(failed["error"][-1500:], markup=False, highlight=False, style="dim")
     if all(row["failure"] is not None for row in result["rows"]):
         raise typer.Exit(EXIT_NO_SYSTEM)
 
