@@ -6,6 +6,7 @@ import typer
 
 from hepatch.commands.bench import bench
 from hepatch.commands.demo import demo
+from hepatch.commands.doctor import doctor
 
 app = typer.Typer(
     name="hepatch",
@@ -24,3 +25,4 @@ def _hepatch() -> None:
 
 app.command(name="bench")(bench)
 app.command(name="demo")(demo)
+app.command(name="doctor")(doctor)
