@@ -86,7 +86,7 @@ def policies(model: torch.nn.Module) -> Policies:
     try:
         with _silent("DeepSpeed"):
             original(engine)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - policies raise whatever they like, some of them exit
         return Policies(error=f"{type(error).__name__}: {error}")
     chosen = {kind for kind, (make, *_) in engine.inference_policies.items() if make is container}
     return Policies(tuple({type(module): None for module in model.modules() if type(module) in chosen}))

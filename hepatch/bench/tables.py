@@ -107,7 +107,8 @@ def conditions(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"{hardware}; {versions}"
     yield f"Command: {result['command']}"
     if "copy_gb_per_s" in result:
-        yield f"Floor: weights and live KV read once at {result['copy_gb_per_s']:.0f} GB/s, a copy measured in this run."
+        rate = f"{result['copy_gb_per_s']:.0f} GB/s, a copy measured in this run"
+        yield f"Floor: weights and live KV read once at {rate}."
     if result["reference"] is not None:
         yield f"Tokens are compared with those of: {result['systems'][result['reference']]['title']}."
     if not result.get("weights_equal", True):

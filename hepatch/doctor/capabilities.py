@@ -36,7 +36,7 @@ def _load(package: str, module: str) -> Capability:
 def _is_missing(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is None
-    except ValueError:
+    except (ImportError, ValueError):
         return True
 
 

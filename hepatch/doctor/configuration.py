@@ -66,23 +66,18 @@ def skeleton(where: str) -> Any:
     from hepatch.bench.workload import model_config
 
     path = Path(where)
+    if where not in SHAPES and not path.exists():
+        raise BadInputError(
+            f"--model {where}: no such folder or file, and no shape ({', '.join(SHAPES)}). Nothing is downloaded."
+        )
     try:
-        if where in SHAPES or path.is_dir():
-            config = model_config(where)
-        elif path.is_file():
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-        else:
-            raise BadInputError(
-                f"--model {where}: no such folder or file, and no shape ({', '.join(SHAPES)}). Nothing is downloaded."
-            )
+        config = AutoConfig.from_pretrained(path, local_files_only=True) if path.is_file() else model_config(where)
         with torch.device("meta"):
             try:
                 return AutoModelForCausalLM.from_config(config).eval()
             except ValueError:
                 # Not a causal LM: the guards are to say so, of the model that it is.
                 return AutoModel.from_config(config).eval()
-    except BadInputError:
-        raise
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(f"--model {path.name}: transformers cannot make a model of it: {first}") from error

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hepatch.guards import Guard
 
 _NEEDS_MODEL = ("model", "static-cache", "hooks", "length")
+_NEEDS_ENGINE = ("containers", "hooks", "weights-offloaded", "earlier-failure")
 _NO_MODEL = "no model was given: add --model FOLDER"
 _AT_EACH_CALL = "decided at each generate"
 
@@ -41,10 +42,7 @@ def examine(config: Path | None, model: str | None, imports: Sequence[str] = ())
     found.problems += [f"{host.name}: {host.detail}; {host.meaning}" for host in hosts if not host.present]
     found.versions = {**versions(), "platform": f"{platform.system()} {platform.machine()}"}
     for name in imports:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise BadInputError(f"--import {name} fails: {type(error).__name__}: {error}") from error
+        _import(name)
     read = settings.read()
     found.settings = _changed(read)
     found.patches = patches.look()
@@ -64,6 +62,13 @@ def examine(config: Path | None, model: str | None, imports: Sequence[str] = ())
     _judge(found, read, ds_config, skeleton)
     _ask_stock(found, ds_config, skeleton)
     return found
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise BadInputError(f"--import {name} fails: {type(error).__name__}: {error}") from error
 
 
 def _changed(read: settings.Settings) -> dict[str, str]:
@@ -140,7 +145,7 @@ def _judgement(guard: Guard, facts: Facts, *, has_model: bool) -> Judgement:
         return Judgement(guard.rule, "fail", refusal.reason, refusal.remedy)
     if guard.rule in _NEEDS_MODEL and not has_model:
         return Judgement(guard.rule, "open", _NO_MODEL)
-    if guard.scope == "call" or guard.rule in ("hooks", "weights-offloaded", "containers"):
+    if guard.scope == "call" or guard.rule in _NEEDS_ENGINE:
         return Judgement(guard.rule, "open", _AT_EACH_CALL)
     return Judgement(guard.rule, "pass")
 

@@ -31,7 +31,7 @@ def _explain(name: str, state: str, is_optional: bool) -> PatchState:
             return PatchState(name, state, True, "this transformers has no such loop, and nothing depends on it")
         return PatchState(
             name,
-            "buried: another library has put its own in this place",
+            "buried: another library has put its own in this place, and ours is not found beneath it",
             False,
             "import that library before hepatch, or call hepatch.enable() after it",
         )

@@ -31,10 +31,8 @@ def _containers(model: Any, configuration: Configuration) -> list[str]:
     if found.error is not None:
         return [f"deepspeed.initialize would fail while it chooses containers for {name}: {found.error}."]
     if not found.layers:
-        return [
-            f"No inference container is built for {name}: engine.generate raises AttributeError (_generate), and"
-            " engine.module.generate decodes eagerly, a few hundred kernel launches a token."
-        ]
+        what = f"No inference container is built for {name}: engine.generate raises AttributeError (_generate), and"
+        return [f"{what} engine.module.generate launches every kernel of every token from Python."]
     layer = found.layers[0]
     lines = [f"Inference containers would replace each {layer.__name__} of {name}."]
     obstacles = stock_probes.op_obstacles()
