@@ -216,6 +216,14 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch is recording in this thread.
+
+    Source: ``torch._C._autograd._profiler_enabled`` (torch 2.6 to 2.13); `torch.profiler` and `emit_nvtx` set it.
+    """
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def compiled_graphs() -> int:
     """Graphs that Dynamo has compiled in this process.
 

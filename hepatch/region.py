@@ -88,7 +88,9 @@ class Region:
         exact = request.selection.deterministic and state.device.type == "cuda"
         if self._decoder.stack is not None:
             self._decoder.stack.compile(backend, exact)
-        self._step = _compile(_step_of(state, self.chooser, self._decoder, exact), backend)
+        step = _step_of(state, self.chooser, self._decoder, exact)
+        self.name = step.__name__
+        self._step = _compile(step, backend)
 
     def refresh(self, idle_hooks: list[dict[int, Any]]) -> None:
         """Once a call, before its first step: notices what graphs cannot see, and has them recorded anew.
