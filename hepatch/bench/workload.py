@@ -112,7 +112,30 @@ def build_model(workload: Workload, device: str, dtype: torch.dtype) -> Any:
             model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
+    _vary_answers(model)
     return model.to(dtype).eval()
+
+
+def _vary_answers(model: Any) -> None:
+    """Lets greedy answers of random weights vary; sizes and so times are those of any weights.
+
+    With the usual initialisation the same few tokens win everywhere and a row repeats one of them. Here the tokens
+    weigh as much in the residual stream as the layers do, and random signs in the last norm keep a tied output
+    projection from choosing the token that it has just read.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED + 3)
+    norms = [
+        module
+        for name, module in model.named_modules()
+        if "norm" in name.rpartition(".")[2] and "layers." not in name and getattr(module, "weight", None) is not None
+    ]
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(25.0)
+        for norm in norms[-1:]:
+            signs = torch.randint(0, 2, norm.weight.shape, generator=generator).mul_(2).sub_(1)
+            norm.weight.mul_(signs.to(norm.weight))
 
 
 @dataclass(frozen=True)
