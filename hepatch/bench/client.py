@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,11 @@ def last_line(text: str) -> str:
     # A traceback's last paragraph may explain itself over several lines; its first one names the error.
     named = [line for line in lines if ": " in line and line.split(":")[0].replace(".", "").isidentifier()]
     return (named or lines or ["no message"])[-1]
+
+
+def without_folders(text: str) -> str:
+    """A traceback with the names of files alone: a result names no folder of the machine it was made on."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+@-]+/)+", "", text)
 
 
 class Stage:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hepatch.bench import rows as tables
-from hepatch.bench.client import Place, Worker, WorkerError, remaining
+from hepatch.bench.client import Place, Worker, WorkerError, remaining, without_folders
 from hepatch.bench.spread import machine
 from hepatch.bench.systems import OURS, SYSTEMS, Unpatched
 from hepatch.bench.workload import Workload, end_tokens, live_tokens
@@ -125,8 +125,8 @@ class Run:
 
     def _fail(self, name: str, command: str, error: WorkerError) -> None:
         system = self.systems[name]
-        system.failure = error.line
-        self.result["errors"].append({"system": name, "during": command, "error": str(error)})
+        system.failure = without_folders(error.line)
+        self.result["errors"].append({"system": name, "during": command, "error": without_folders(str(error))})
         worker, system.worker = system.worker, None
         if worker is not None:
             worker.stop(patience_s=1.0)
@@ -163,7 +163,7 @@ class Run:
             with self._first_step(index, name):
                 self._ask(name, "use", rows, ends)
                 if index == 0:
-                    self.systems[name].facts |= self._ask(name, "first_call") or {}
+                    self.systems[name].facts |= self._ask(name, "first_call", False) or {}
                 answer = self._ask(name, "tokens")
                 if answer is not None:
                     answers[name] = answer
@@ -273,7 +273,7 @@ class Run:
                 worker = self.systems[name].worker
                 if worker is None:
                     continue
-                if self.plan.iterations and remaining(self.deadline) > 0:
+                if self.workload.trains and self.plan.iterations and remaining(self.deadline) > 0:
                     self._ask(name, "use", rows)
                     self._keep(name, rows, {"iterations": self._ask(name, "iterations", self.plan.iterations)})
                 worker = self.systems[name].worker

@@ -196,13 +196,16 @@ class CudaGraph(Unpatched):
     title = "DeepSpeed enable_cuda_graph"
     section: ClassVar[Mapping[str, Any]] = {"enable_cuda_graph": True}
 
+    def build(self) -> None:
+        """As the base class; raises NotServedError where the flag has no effect: the row would be `unpatched` again."""
+        super().build()
+        if getattr(self.engine, "_decode_graphs", None) is None:
+            why = "no inference containers are built for this model" if self.device != "cpu" else "there is no CUDA"
+            raise NotServedError(f"no graphs are in force, {why}: the same as without the flag")
+
     def note(self) -> str | None:
-        """Whether graphs were in force: without containers, off CUDA and after a failed capture they are not."""
-        graphs = getattr(self.engine, "_decode_graphs", None)
-        if graphs is None:
-            return (
-                "no inference containers, so no graphs: eager" if self.device != "cpu" else "no graphs on a CPU: eager"
-            )
+        """How many graphs, or that the capture failed."""
+        graphs = self.engine._decode_graphs
         if getattr(graphs, "_disabled", False):
             return "capture failed, fell back to eager"
         return f"{graphs.captured_positions} graphs"

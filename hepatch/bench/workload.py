@@ -39,6 +39,7 @@ class Workload:
         shortest_prompt: where it is set, rows hold so many to `prompt_tokens` tokens and are left-padded.
         early_ends: rows end at end tokens, each at another step; otherwise at `new_tokens` exactly.
         train_batch: rows of the training step; None: the batch nearest to 8.
+        trains: whether training steps are part of it.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Workload:
     shortest_prompt: int | None = None
     early_ends: bool = False
     train_batch: int | None = None
+    trains: bool = True
 
     @property
     def trained_rows(self) -> int:
