@@ -1,7 +1,7 @@
 """Regressions by ratio: two systems of one run against each other, so that a slow or busy machine hurts both.
 
 `pytest benchmarks` on a GPU takes OPT-1.3b at batch 8, elsewhere the tiny model. pytest-benchmark times the calls
-of both and compares runs (`--benchmark-save`, `--benchmark-compare`); the ratio is held against the one that is recorded.
+of both and compares runs (`--benchmark-save`, `--benchmark-compare`); the ratio is held against the recorded one.
 """
 
 from __future__ import annotations

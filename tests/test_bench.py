@@ -194,7 +194,7 @@ def test_a_row_that_fell_back_or_differs_claims_nothing(what: dict[str, Any], wo
     assert "speed_up" not in native
     assert words == native["no_claim"]
     console = Console(file=io.StringIO(), width=300)
-    console.print(tables.rich_table({**result, "weights_equal": True}))
+    console.print(*tables.rich_tables({**result, "weights_equal": True}))
     assert words.split(":", maxsplit=1)[0] in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+
+from hepatch.bench.systems import SYSTEMS, Unpatched
 
 COLUMNS = (
     "batch",
@@ -22,7 +24,7 @@ COLUMNS = (
     "first call s (compile + record)",
     "extra MiB [peak]",
     "tokens equal",
-    "over unpatched",
+    "speed-up",
 )
 _NONE = "-"
 
@@ -64,18 +66,37 @@ def cells(row: Mapping[str, Any], device: str) -> tuple[str, ...]:
     )
 
 
-def rich_table(result: Mapping[str, Any]) -> Table:
-    """The rows for a terminal, a line between batches."""
-    table = Table(title=title(result), caption="\n".join(conditions(result)), caption_justify="left")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 1 else "right", overflow="fold")
+_DECODING = (0, 1, 2, 3, 4, 5, 6, 12, 13)
+_AROUND = (0, 1, 7, 8, 9, 10, 11)
+"""Which of `COLUMNS` the terminal's two tables show: all of them are too many for its width."""
+
+
+def rich_tables(result: Mapping[str, Any]) -> Iterator[Table | str]:
+    """What a terminal shows: decoding, then what is around it, then what the numbers stand on."""
+    yield _rich(result, _DECODING, result["rows"], title(result))
+    around = [row for row in result["rows"] if "first_call_s" in row or "iteration_ms" in row]
+    yield _rich(result, _AROUND, around, "Training, first call and memory")
+    yield escape("\n".join(conditions(result)))
+
+
+def _rich(result: Mapping[str, Any], shown: Sequence[int], rows: Sequence[Mapping[str, Any]], name: str) -> Table:
+    table = Table(title=escape(name), title_justify="left")
+    for number in shown:
+        is_name = number == 1
+        table.add_column(
+            escape(COLUMNS[number]), justify="left" if is_name else "right", min_width=26 if is_name else 5
+        )
     last = None
-    for row in result["rows"]:
+    for row in rows:
         if last not in (None, row["batch"]):
             table.add_section()
         last = row["batch"]
         style = "red" if row["failure"] else "yellow" if row.get("no_claim") else None
-        table.add_row(*map(escape, cells(row, result["machine"]["device"])), style=style)
+        found = list(cells(row, result["machine"]["device"]))
+        if row["failure"] is not None:
+            # Beneath the name, where there is room for a sentence.
+            found[1:3] = f"{found[1]}: {found[2]}", ""
+        table.add_row(*(escape(found[number]) for number in shown), style=style)
     return table
 
 
@@ -111,6 +132,7 @@ def conditions(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"Floor: weights and live KV read once at {rate}."
     if result["reference"] is not None:
         yield f"Tokens are compared with those of: {result['systems'][result['reference']]['title']}."
+    yield f"Speed-up: generate, over {SYSTEMS[Unpatched.name].title} as shipped."
     if not result.get("weights_equal", True):
         yield "WARNING: the processes did not hold the same weights."
     for rows, (least, median, most) in result.get("answer_lengths", {}).items():

@@ -87,7 +87,8 @@ def bench(
         place = Place(place_device, Path(scratch), timeout, build_op, warm_caches)
         with progress(console, plan.steps(len(sizes.batches))) as step:
             result = Run(sizes, plan, place, step, _command()).measure()
-    console.print(tables.rich_table(result), width=max(console.width, 150) if not console.is_terminal else None)
+    for part in tables.rich_tables(result):
+        console.print(part, highlight=False, width=None if console.is_terminal else max(console.width, 130))
     _write(result, json_file, markdown_file, picture_file, console)
     for failed in result["errors"]:
         first = f"{failed['system']} failed during {failed['during']}; the end of what it said:"

@@ -41,8 +41,8 @@ def _containers(model: Any, configuration: Configuration) -> list[str]:
     heads, kv_heads = _heads(model)
     if kv_heads != heads and configuration.zero_stage < 3:  # noqa: PLR2004 - partitioned weights
         lines.append(
-            f"{heads} heads share {kv_heads} KV heads: the containers split K and V as if there were {heads}, which can"
-            " damage the weights in deepspeed.initialize without an error."
+            f"{heads} heads share {kv_heads} KV heads: the containers split K and V as if there were {heads}, which"
+            " can damage the weights in deepspeed.initialize without an error."
         )
     returns_tuple = stock_probes.layer_returns_tuple(model, layer)
     if returns_tuple is False:
