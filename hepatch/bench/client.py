@@ -130,11 +130,12 @@ class Worker:
         except OSError as error:
             raise WorkerError(self.label, f"the process is gone ({error})\n{self.tail()}", "its process died") from None
 
-    def receive(self) -> Any:
+    def receive(self, timeout: float | None = None) -> Any:
         """The result of the command sent last. Raises WorkerError if it failed, died, or took too long."""
-        if not self.pipe.poll(self.timeout):
+        patience_s = timeout or self.timeout
+        if not self.pipe.poll(patience_s):
             self.process.kill()
-            late = f"no answer within {self.timeout:.0f} s"
+            late = f"no answer within {patience_s:.0f} s"
             raise WorkerError(self.label, f"{late}\n{self.tail()}", late)
         try:
             status, result = self.pipe.recv()

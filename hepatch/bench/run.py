@@ -25,6 +25,8 @@ MOST_TOKENS_PROFILED = 256
 """Longer calls have more kernels than a profile of them is worth waiting for."""
 
 FEWEST_ROUNDS = 2
+_BUILD_S, _BUILD_S_WITH_OP = 240.0, 560.0
+_LONGEST_ERROR = 4000
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Run:
                 self._build()
             with self.step("copy rate of the device"):
                 self._copy_rate()
-            for index, rows in enumerate(self.workload.batches):
+            # The largest first: DeepSpeed's containers size their workspace once, by the first batch that comes.
+            for index, rows in enumerate(sorted(self.workload.batches, reverse=True)):
                 self._batch(index, rows)
             self._kernels()
             self._iterations()
@@ -126,7 +129,9 @@ class Run:
     def _fail(self, name: str, command: str, error: WorkerError) -> None:
         system = self.systems[name]
         system.failure = without_folders(error.line)
-        self.result["errors"].append({"system": name, "during": command, "error": without_folders(str(error))})
+        self.result["errors"].append(
+            {"system": name, "during": command, "error": without_folders(str(error))[-_LONGEST_ERROR:]}
+        )
         worker, system.worker = system.worker, None
         if worker is not None:
             worker.stop(patience_s=1.0)
@@ -140,7 +145,7 @@ class Run:
         weights: set[float] = set()
         for name, worker in self.live.items():
             try:
-                built = worker.receive()
+                built = worker.receive(max(self.place.timeout, _BUILD_S_WITH_OP if self.place.build_op else _BUILD_S))
             except WorkerError as error:
                 self._fail(name, "build", error)
                 continue
