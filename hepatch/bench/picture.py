@@ -89,7 +89,8 @@ def _steps(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> None:
     axes.set_ylabel("ms per decode step (log)")
     axes.set_title("One decode step; lower is better", fontsize=11)
     axes.grid(visible=True, which="major", alpha=0.25)
-    axes.legend(fontsize=8, loc="best", framealpha=0.9)
+    # Beneath the axis, where no line can be.
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
 
 
 def _generate(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> None:
@@ -110,10 +111,14 @@ def _generate(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> Non
         axes.barh(place, times["median"], color=_COLOURS[row["system"]], height=0.62)
         around = [[times["median"] - times["min"]], [times["max"] - times["median"]]]
         axes.errorbar(times["median"], place, xerr=around, color="black", linewidth=1, capsize=3)
-        claim = "fell back" if "no_claim" in row else f"{row['speed_up']:.1f}x" if "speed_up" in row else ""
+        claim = _unclaimed(row) if "no_claim" in row else f"{row['speed_up']:.1f}x" if "speed_up" in row else ""
         axes.text(times["max"] + most * 0.02, place, f"{times['median']:.0f} ms  {claim}", va="center", fontsize=9)
     axes.set_yticks(range(len(shown)), [row["title"] for row in reversed(shown)], fontsize=9)
     axes.set_xlim(0, most * _ROOM_FOR_LABELS)
     axes.set_xlabel("ms per generate, median; whiskers: least and most")
     axes.set_title(f"Whole generate, batch {rows_wanted}; over the unpatched engine", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _unclaimed(row: Mapping[str, Any]) -> str:
+    return "fell back" if row.get("fallbacks") else "other tokens"
