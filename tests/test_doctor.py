@@ -363,3 +363,24 @@ def test_self_test_finds_weights_that_are_stale(doctor: DoctorCall, monkeypatch:
     assert 2 == done.exit_code
     assert "  FAIL tokens and log-probs of the new weights" in done.stdout
     assert "verdict: broken: self-test: tokens and log-probs of the new weights (exit 2)" in done.stdout
+
+
+def test_self_test_under_zero3_is_right_and_eager(doctor: DoctorCall, ds_config: Any) -> None:
+    """A refusal is no failure: the tokens are right, and the exit status is that of eager."""
+    done = doctor("--self-test", "--config", ds_config(3))
+
+    assert 1 == done.exit_code, done.output
+    assert "  ok   tokens and log-probs of the new weights: " in done.stdout
+    assert "a region served the calls" not in done.stdout
+
+
+def test_self_test_is_left_out_while_hepatch_is_off(doctor: DoctorCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hepatch
+
+    monkeypatch.setenv("HEPATCH", "0")
+    hepatch.enable()  # reads the environment again
+
+    done = doctor("--self-test")
+
+    assert 1 == done.exit_code
+    assert "The self-test is left out: hepatch is off" in done.stderr

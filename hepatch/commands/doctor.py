@@ -43,8 +43,9 @@ def doctor(
     console, aside = Console(), Console(stderr=True)
     with _undisturbed(), aside.status("load torch, DeepSpeed and transformers") if not as_json else nullcontext():
         import hepatch
-        from hepatch import settings
+        from hepatch import activation, settings
         from hepatch.doctor import configuration, examination, text
+        from hepatch.doctor.findings import Verdict
 
         if settings.read().enabled:
             # Hosts that were loaded half-way when hepatch came, or not at all: from here on it counts what is there.
@@ -55,7 +56,9 @@ def doctor(
         except configuration.BadInputError as error:
             aside.print(str(error), style="red", markup=False)
             raise typer.Exit(EXIT_BAD_INPUT) from None
-    if self_test and not found.problems:
+    if self_test and not activation.is_on():
+        aside.print("The self-test is left out: hepatch is off, and it would test stock.", style="yellow")
+    elif self_test and not found.problems:
         from hepatch.doctor import selftest
 
         stage = configuration.read(config).zero_stage
@@ -67,7 +70,10 @@ def doctor(
 
         with _undisturbed():
             try:
-                found.self_test, found.self_test_report = selftest.run(stage, step)
+                found.self_test, report = selftest.run(stage, step)
+                found.self_test_report = str(report)
+                # An engine that ran knows better than a guess from its configuration.
+                found.backend = report.backend if found.verdict is Verdict.REGION else found.backend
             except Exception as error:  # noqa: BLE001 - what a user's engine would meet
                 found.problems.append(f"the self-test failed with {type(error).__name__}: {error}")
     if as_json:

@@ -25,7 +25,7 @@ TOLERANCE = 2e-3
 LEARNING_RATE = 0.05
 
 
-def run(zero_stage: int, step: Callable[[str], AbstractContextManager[None]]) -> tuple[list[Check], str]:
+def run(zero_stage: int, step: Callable[[str], AbstractContextManager[None]]) -> tuple[list[Check], Report]:
     """Runs it in this process.
 
     Args:
@@ -33,7 +33,7 @@ def run(zero_stage: int, step: Callable[[str], AbstractContextManager[None]]) ->
         step: shows what is going on.
 
     Returns:
-        The comparisons, and `hepatch.report` of the engine as text.
+        The comparisons, and `hepatch.report` of the engine.
     """
     import hepatch
 
@@ -64,7 +64,7 @@ def run(zero_stage: int, step: Callable[[str], AbstractContextManager[None]]) ->
     if report.active:
         paths.append(_path(report))
         checks.append(Check("a region served the calls", set(paths) == {"fused"}, ", ".join(paths)))
-    return checks, str(report)
+    return checks, report
 
 
 def _path(report: Report) -> str:
