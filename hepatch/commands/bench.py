@@ -15,6 +15,7 @@ from hepatch.commands.progress import progress
 
 EXIT_NO_SYSTEM = 1
 EXIT_BAD_INPUT = 2
+_WIDTH = 140
 
 
 def bench(
@@ -54,6 +55,9 @@ def bench(
 ) -> None:
     """Time generate and training with and without hepatch, beside what DeepSpeed and transformers offer."""
     console = Console()
+    if not console.is_terminal:
+        # A file or a pipe has no width of its own, and the tables need more than the usual guess.
+        console = Console(width=max(console.width, _WIDTH))
     with console.status("load torch, DeepSpeed and transformers"):
         from hepatch.bench import presets, tables
         from hepatch.bench.client import Place
@@ -88,9 +92,9 @@ def bench(
         with progress(console, plan.steps(len(sizes.batches))) as step:
             result = Run(sizes, plan, place, step, _command()).measure()
     for part in tables.rich_tables(result):
-        console.print(part, highlight=False, width=None if console.is_terminal else max(console.width, 130))
+        console.print(part, highlight=False)
     _write(result, json_file, markdown_file, picture_file, console)
-    for failed in result["errors"]:
+    for failed in (failed for failed in result["errors"] if "\n" in failed["error"]):
         first = f"{failed['system']} failed during {failed['during']}; the end of what it said:"
         console.print(first, style="red", markup=False)
         console.print(failed["error"][-1500:], markup=False, highlight=False, style="dim")
