@@ -7,6 +7,7 @@ attachments would never let go: a model's hooks reach its engine, and a region r
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,14 @@ from hepatch import activation, probes, settings
 from hepatch.errors import RefusedError, first_line
 from hepatch.facts import UNSET, Call, Facts
 from hepatch.guards import Refusal, judge
-from hepatch.region_store import Lease, RegionStore
+from hepatch.region_store import BucketLeases, ExactLeases, Lease, RegionStore
 from hepatch.report import Counters, LastCall, OnceLog, Report, logger, refusal_line
 
 if TYPE_CHECKING:
-    from hepatch.backends.native import NativeForward
-    from hepatch.backends.static_kv import StaticKV
+    from contextlib import AbstractContextManager
+
+    from hepatch.backends import KV, Forward
+    from hepatch.backends.containers import Containers
     from hepatch.region import Region
     from hepatch.sampling import Request
     from hepatch.step_state import StepState
@@ -50,6 +53,7 @@ class Attachment:
         counters: for the report.
         last_call: the latest generate.
         kv, state, regions: what decode steps work on; None until the first one, and after `release`.
+        containers: DeepSpeed's containers, where this engine's were admitted.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -57,21 +61,42 @@ class Attachment:
         self.model = probes.generation_model(engine.module)
         self.counters = Counters()
         self.last_call: LastCall | None = None
-        self.kv: StaticKV | None = None
+        self.kv: KV | None = None
         self.state: StepState | None = None
-        self.forward: NativeForward | None = None
+        self.forward: Forward | None = None
         self.regions: RegionStore | None = None
         self._engine = weakref.ref(engine)
         self._said = OnceLog()
-        self._memory: tuple[int, int] | None = None
+        self._memory: tuple[int, int | None] | None = None
         self._idle_hooks: list[dict[int, Any]] = []
         self._structure: int | None = None
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
-        self._static_cache = "there is no model" if self.model is None else probes.static_cache_obstacle(self.model)
+        self.containers = self._take_containers(engine)
+        self._static_cache = self._static_cache_obstacle()
         self._tensors: list[torch.Tensor] = list(self.model.parameters()) if self.model is not None else []
         self._set_aside = probes.set_aside_decode_graphs(engine)
+
+    def _take_containers(self, engine: Any) -> Containers | None:
+        from hepatch.backends import containers
+
+        self._no_containers = containers.obstacle_of(engine)
+        if self.model is None or not containers.own_containers(engine):
+            return None
+        taken = containers.Containers(engine, self.model)
+        self.forward = taken.forward
+        return taken
+
+    def _static_cache_obstacle(self) -> str | None:
+        if self.model is None:
+            return "there is no model"
+        if self.containers is not None:
+            return None
+        obstacle = probes.static_cache_obstacle(self.model)
+        if obstacle is None or self._no_containers is None:
+            return obstacle
+        return f"{obstacle}, and {self._no_containers}"
 
     @property
     def name(self) -> str:
@@ -105,12 +130,15 @@ class Attachment:
         budget = self.settings.cache_mib
         return Facts(
             enabled=activation.is_on(),
-            backend=self.settings.backend,
             causal_lm=self.model is not None,
             model_name=self.name,
             static_cache=self._static_cache if self.model is not None else None,
+            no_kernels=self._no_containers if self.settings.backend == "kernels" else None,
             hooks=foreign_hooks,
             max_positions=None if self.model is None else probes.max_positions(self.model),
+            max_out_tokens=None if self.containers is None else self.containers.max_tokens,
+            workspace=self._workspace_obstacle(call),
+            unseen_weight=None if self.containers is None else self.containers.unseen_weight(self._tensors),
             weights_offloaded=probes.weights_offloaded(engine, self._tensors),
             compiler_missing=probes.compiler_obstacle(self.device, self.settings.compile_backend),
             thread=threading.get_ident(),
@@ -121,21 +149,31 @@ class Attachment:
             cache_mib_needed=-(-needed_bytes // _MIB),
             cache_mib_budget=budget,
             call=call,
-            **probes.engine_facts(engine),
+            **{**probes.engine_facts(engine), **({} if self.containers is None else {"containers": 0})},
         )
+
+    def _workspace_obstacle(self, call: Call | None) -> str | None:
+        return None if self.containers is None or call is None else self.containers.no_room(call.rows)
 
     def _inspect(self) -> tuple[str, ...]:
         """Looks the model over and returns its foreign hooks; one that is built otherwise than before starts afresh."""
         if self.model is None:
             return ()
+        if self.containers is not None:
+            # What stock's train and eval leave on the layers is no change of the model.
+            self.containers.step_aside()
         found = probes.inspect_model(self.model)
         self._idle_hooks, self._tensors = found.idle_hooks, found.tensors
         if self._structure not in (None, found.structure):
             self.drop_regions()
-            self.forward = None
-            self._static_cache = probes.static_cache_obstacle(self.model)
+            self._begin_anew()
         self._structure = found.structure
         return found.foreign_hooks
+
+    def _begin_anew(self) -> None:
+        """Has the model admitted again at its next generate."""
+        self.forward = None if self.containers is None else self.containers.forward
+        self._static_cache = self._static_cache_obstacle()
 
     def refuse(self, refusals: tuple[Refusal, ...]) -> str:
         """Logs refusals, once an engine and rule, and returns them as the reason of an eager call.
@@ -214,17 +252,19 @@ class Attachment:
             request: how the call selects tokens.
             call: rows, columns of the prompt, prompt and new tokens.
         """
-        from hepatch.backends.static_kv import StaticKV
         from hepatch.step_state import StepState
 
         assert self.model is not None
+        assert self.forward is not None
+        if self.containers is not None:
+            self._prepare_containers(*call[:2])
         if self.state is not None and self.state.relocations > MOST_RELOCATIONS:
             # Graphs that were recorded before stay until their region goes.
             self.drop_regions()
         if self.kv is None or self.state is None or self.regions is None:
-            self.kv = StaticKV(probes.layer_count(self.model))
+            self.kv = self.forward.new_kv()
             self.state = StepState(self.device, probes.vocabulary(self.model))
-            self.regions = RegionStore(self._build, self.settings.bucket_tokens, self.settings.max_recordings)
+            self.regions = RegionStore(self._build, self._leases(), self._most_recordings)
         region = self.regions.region(request)
         lease = self.regions.lease(region, *call)
         if lease is None:
@@ -244,6 +284,34 @@ class Attachment:
         )
         return region, lease
 
+    def _prepare_containers(self, rows: int, prompt: int) -> None:
+        """Makes the workspace hold a call, and drops what was recorded of a memory that is no longer there.
+
+        With one recording a position, recording all of them anew would soon reach the number of times that CUDA graph
+        trees put up with; a compilation that is found in its cache costs less.
+        """
+        containers = self.containers
+        assert containers is not None
+        containers.make_room(rows, prompt)
+        if self._memory not in (None, containers.memory):
+            self.drop_regions()
+        self._memory = containers.memory
+
+    def _leases(self) -> BucketLeases | ExactLeases:
+        return BucketLeases(self.settings.bucket_tokens) if self.containers is None else ExactLeases()
+
+    @property
+    def _most_recordings(self) -> int:
+        return self.settings.max_recordings if self.containers is None else self.settings.max_positions
+
+    def serving(self) -> AbstractContextManager[None]:
+        """To be held while a region serves a call: the weights are as its backend wants them."""
+        return contextlib.nullcontext() if self.containers is None else self.containers.weights_for_kernels()
+
+    def own_layers(self) -> AbstractContextManager[None]:
+        """To be held while the model's own layers serve a call."""
+        return contextlib.nullcontext() if self.containers is None else self.containers.weights_for_layers()
+
     def turn(self, lease: Lease, length: int) -> None:
         """Makes the faces current that hold a whole call of `length` positions."""
         assert self.kv is not None
@@ -258,10 +326,11 @@ class Attachment:
         """
         assert self.kv is not None
         assert self.state is not None
-        memory = (self.kv.generation, probes.addresses(self._tensors))
-        if self._memory is not None and memory != self._memory:
-            self.state.relocate()
-        self._memory = memory
+        if self.containers is None:
+            memory = (self.kv.generation, probes.addresses(self._tensors))
+            if self._memory is not None and memory != self._memory:
+                self.state.relocate()
+            self._memory = memory
         region.refresh(self._idle_hooks)
 
     def _build(self, request: Request) -> Region:
@@ -278,7 +347,9 @@ class Attachment:
 
         if self.model is None or not self._tensors or self._static_cache is not None:
             return 0
-        lease = Lease(max(2, rows), self.settings.bucket_tokens)
+        if self.containers is not None:
+            return self.containers.workspace_bytes(rows)
+        lease = self._leases().lease(rows)
         tokens = grown(0 if self.kv is None else self.kv.tokens, lease.rows * lease.window(length))
         return tokens * probes.kv_bytes_per_token(self.model, self._tensors[0].dtype)
 
@@ -300,8 +371,7 @@ class Attachment:
         self._failure = None
         self._failures = 0
         self._said.forget()
-        self.forward = None
-        self._static_cache = None if self.model is None else probes.static_cache_obstacle(self.model)
+        self._begin_anew()
 
     def suspend(self) -> None:
         """`hepatch.disable()`: no regions, no caches, DeepSpeed's own decode graphs back in force."""
@@ -323,19 +393,24 @@ class Attachment:
         active = not refusals
         return Report(
             active=active,
-            backend="native" if active else "none",
+            backend=("native" if self.containers is None else "kernels") if active else "none",
             refusals=refusals,
             patches=activation.patch_states(),
             compilations=self.counters.compilations,
             recordings=self.counters.recordings,
-            recording_limit=self.settings.max_recordings,
+            recording_limit=self._most_recordings,
             replays=self.counters.replays,
             recoveries=self.counters.recoveries,
             failures=tuple(self.counters.failures),
-            cache_mib=0.0 if self.kv is None else self.kv.nbytes / _MIB,
+            cache_mib=self._cache_bytes() / _MIB,
             graph_mib=probes.graph_bytes(self.device) / _MIB,
             last_call=self.last_call,
         )
+
+    def _cache_bytes(self) -> int:
+        if self.containers is not None:
+            return self.containers.nbytes
+        return 0 if self.kv is None else self.kv.nbytes
 
 
 def attach(engine: Any) -> Attachment:

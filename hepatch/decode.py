@@ -16,9 +16,9 @@ from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
 from hepatch.readback import Outcome, Readback, WatchedStreamer
-from hepatch.recovery import finish_eagerly
+from hepatch.recovery import finish_eagerly, start_again
 from hepatch.region_store import RegionKey
-from hepatch.report import LastCall
+from hepatch.report import LastCall, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,11 +53,13 @@ def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any
     except Exception as error:  # noqa: BLE001 - whatever it is, the original path serves the call
         # A model or an argument that this code does not know how to read. Nothing has been done yet.
         attachment.unreadable(error)
-        return original(*args, **kwargs)
+        with attachment.own_layers():
+            return original(*args, **kwargs)
     if reason is None:
         return _Run(attachment, original, call).generate()
     attachment.counters.eager_calls += 1
-    result = original(*args, **kwargs)
+    with attachment.own_layers():
+        result = original(*args, **kwargs)
     attachment.last_call = _last_call(call.input_ids, result, "eager", reason, region_steps=0)
     return result
 
@@ -80,11 +82,13 @@ def watch(
     """
     prompt = args[0] if args else kwargs.get("input_ids")
     if prompt is None:
-        return original(*args, **kwargs)
+        with attachment.own_layers():
+            return original(*args, **kwargs)
     call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
     reason = attachment.refuse(judge(attachment.facts(call)))
     attachment.counters.eager_calls += 1
-    result = original(*args, **kwargs)
+    with attachment.own_layers():
+        result = original(*args, **kwargs)
     attachment.last_call = _last_call(prompt, result, "eager", reason, region_steps=0)
     return result
 
@@ -93,7 +97,13 @@ def _reason_for_eager(attachment: Attachment, call: GenerateCall) -> str | None:
     """The guards' answer; None means that a region may run."""
     total = max(call.max_length, call.input_ids.shape[-1])
     facts = attachment.facts(
-        Call(training=attachment.training, total_tokens=total, unsupported=call.unsupported),
+        Call(
+            training=attachment.training,
+            total_tokens=total,
+            unsupported=call.unsupported,
+            rows=call.input_ids.shape[0],
+            prompt_tokens=call.input_ids.shape[-1],
+        ),
         needed_bytes=attachment.needed_bytes(call.input_ids.shape[0], total) if not call.unsupported else 0,
     )
     refusals = judge(facts)
@@ -118,6 +128,7 @@ class _Run:
         self.readback: Readback | None = None
         self.streamer = None if call.streamer is None else WatchedStreamer(call.streamer)
         self.lease: Lease
+        self._answer: Any = None
 
     def generate(self) -> Any:
         """The whole call, from prompt to result."""
@@ -125,7 +136,7 @@ class _Run:
         try:
             # Buffers that are born under inference mode could not be written outside it;
             # and a region is compiled for one mode.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self.attachment.serving():
                 region = self._prefill()
                 doing = "a decode step"
                 outcome = self._decode(region)
@@ -147,15 +158,13 @@ class _Run:
         assert kv is not None
         assert state is not None
         assert forward is not None
-        device = state.device
-        ids, positions = call.input_ids.to(device), call.positions().to(device)
-        mask = None if call.attention_mask is None else call.attention_mask.to(device)
+        prompt = call.prompt_on(state.device)
         attachment.turn(self.lease, call.max_length)
         with ranges.prompt(call.batch, call.prompt):
-            last = forward.prefill(kv, ids, mask, positions)
+            last = forward.prefill(kv, prompt)
         attachment.refresh(region)
         attachment.turn(self.lease, call.max_length)
-        state.begin(ids, mask, positions, call.request.ignored)
+        state.begin(prompt.ids, prompt.mask, prompt.positions, call.request.ignored)
         # The prompt's token is chosen eagerly by the code that the region compiles.
         # Rows that pad the key up have ended already.
         logits = pad_rows(last.float(), self.lease.rows)
@@ -195,8 +204,7 @@ class _Run:
         run = ranges.steps(region)
         while self.known < call.max_length and not outcome.stops:
             self._draw()
-            run(RegionKey(lease.rows, lease.window(self.known + 1)))
-            self.region_steps += 1
+            self.region_steps += run(RegionKey(lease.rows, lease.window(self.known + 1)))
             self._keep(state.logits, state.scores)
             self.known += 1
             outcome = readback.after_step()
@@ -220,24 +228,18 @@ class _Run:
                 sequences,
                 scores=tuple(self.scores[:new]) if selection.scores else None,
                 logits=tuple(self.logits[:new]) if selection.logits else None,
-                cache=self._returned_cache(length),
+                cache=self._returned_cache(sequences),
             )
         if self.streamer is not None:
             self.streamer.end()
         self.attachment.last_call = _last_call(call.input_ids, result, "fused", None, self.region_steps)
         return result
 
-    def _returned_cache(self, length: int) -> Any:
-        """A cache of transformers' own kind with this call's keys and values: the last token was never forwarded."""
-        cache, kv = self.call.cache, self.attachment.kv
-        assert kv is not None
-        if cache is None:
-            return None
-        for index in range(len(kv.keys)):
-            stored = kv.read(index, self.call.batch, length - 1)
-            if stored is not None:
-                cache.update(*stored, index)
-        return cache
+    def _returned_cache(self, sequences: torch.Tensor) -> Any:
+        call, forward, state = self.call, self.attachment.forward, self.attachment.state
+        assert forward is not None
+        assert state is not None
+        return forward.returned_cache(self.attachment.kv, call.prompt_on(state.device), sequences.to(state.device))
 
     def _recover(self, error: Exception, doing: str) -> Any:
         attachment = self.attachment
@@ -261,17 +263,47 @@ class _Run:
         if certain > call.prompt and state is not None:
             self.attachment.turn(self.lease, call.max_length)
             ids = state.sequences(call.batch, certain).to(call.input_ids.device)
-        if self.streamer is not None and self.readback is not None:
-            for column in range(self.readback.shown, certain):
+        new = certain - call.prompt
+        self.attachment.counters.recoveries += 1
+        if not needs_memory and self._start_again(ids, reason):
+            return self._answer
+        if self.streamer is not None:
+            shown = call.prompt + self.streamer.puts
+            for column in range(shown, certain):
                 self.streamer.put(ids[:, column].cpu())
-            seen = max(0, self.readback.shown - certain)
+            seen = max(0, shown - certain)
         if needs_memory:
             self.attachment.drop_regions()
-        self.attachment.counters.recoveries += 1
-        new = certain - call.prompt
-        result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
+        with self.attachment.own_layers():
+            result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
         self.attachment.last_call = _last_call(call.input_ids, result, "eager", reason, self.region_steps)
         return result
+
+    def _start_again(self, ids: torch.Tensor, reason: str) -> bool:
+        """Where containers run, and can run this call, lets them make `_answer` from the prompt on.
+
+        Args:
+            ids: int64 `[batch, known]`, prompt and certain tokens.
+            reason: for the record.
+        """
+        containers, call = self.attachment.containers, self.call
+        if containers is None:
+            return False
+        containers.stack.ledger.lose()
+        seen = 0 if self.streamer is None else self.streamer.puts
+        try:
+            containers.make_room(call.batch, call.prompt)
+            with self.attachment.serving(), containers.stack.in_force():
+                self._answer = start_again(
+                    self.original, call, ids, self.scores[: ids.shape[1] - call.prompt], self.streamer, seen
+                )
+        except Exception as error:
+            if self.streamer is not None and self.streamer.raised is error:
+                raise
+            logger.debug("hepatch: the containers fail outside a region too; the layers go on", exc_info=error)
+            return False
+        self.attachment.last_call = _last_call(call.input_ids, self._answer, "eager", reason, self.region_steps)
+        return True
 
     def _certain(self) -> int:
         """How long a sequence the original is to go on from."""

@@ -25,11 +25,15 @@ class Call:
         training: whether the model is in training mode.
         total_tokens: columns of the prompt and the new tokens together, at the most this call may reach.
         unsupported: why this is no plain decode step, one phrase a reason: "beam search (num_beams=3)".
+        rows: rows of the batch.
+        prompt_tokens: columns of the prompt.
     """
 
     training: bool
     total_tokens: int
     unsupported: tuple[str, ...] = ()
+    rows: int = 1
+    prompt_tokens: int = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,6 @@ class Facts:
     Attributes:
         enabled: hepatch is switched on.
         requested: what the ds_config asks; None where it says nothing.
-        backend: "auto", "kernels" or "native", as set.
         zero_stage: the engine's ZeRO stage.
         release_inference_cache: the ds_config's `release_inference_cache`.
         workspace_released: DeepSpeed's inference workspace is released at this moment.
@@ -48,6 +51,11 @@ class Facts:
         causal_lm: there is a GenerationMixin inside `engine.module`.
         model_name: class name of the model, for the messages.
         static_cache: why this model, by its name, cannot decode over a static cache; None where it can.
+        no_kernels: why this engine has no DeepSpeed containers of ours although they were asked for; None where it has,
+            or nobody asked.
+        max_out_tokens: positions of DeepSpeed's workspace; None where the model runs its own layers.
+        workspace: why the workspace cannot hold the call's rows; None where it can.
+        unseen_weight: a weight of the model that its containers do not read; None where they read all.
         hooks: forward hooks on modules of the model that are not DeepSpeed's, one phrase each.
         max_positions: positions that the model knows; None where it has no limit.
         weights_offloaded: `engine.offload_states` is in force.
@@ -64,7 +72,6 @@ class Facts:
 
     enabled: bool = True
     requested: bool | None = None
-    backend: str = "auto"
     zero_stage: int = 0
     release_inference_cache: bool = False
     workspace_released: bool = False
@@ -73,6 +80,10 @@ class Facts:
     causal_lm: bool = True
     model_name: str = ""
     static_cache: str | None = None
+    no_kernels: str | None = None
+    max_out_tokens: int | None = None
+    workspace: str | None = None
+    unseen_weight: str | None = None
     hooks: tuple[str, ...] = ()
     max_positions: int | None = None
     weights_offloaded: bool = False

@@ -7,7 +7,7 @@ synced_gpus, streamer and model kwargs (transformers 4.48 to 5.24); ``generate``
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,34 @@ if TYPE_CHECKING:
 
 STOPPING_MODULE = "transformers.generation.stopping_criteria"
 # Model arguments that a region hands over, or that change nothing in what it computes.
-HANDLED = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *probes.CACHE_KEYWORDS)
+HANDLED = (
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "num_logits_to_keep",
+    "cache_position",
+    *probes.CACHE_KEYWORDS,
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a prefill is given.
+
+    Attributes:
+        ids: int64 `[batch, prompt]`.
+        mask: int64 `[batch, prompt]`, or None where nothing is padded.
+        positions: int64 `[batch, prompt]`.
+        model_kwargs: everything for the model's forward, as transformers prepared it.
+        cache: the KV cache that transformers prepared, or None.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    positions: torch.Tensor
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    cache: Any = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,12 @@ class GenerateCall:
     def wants_dict(self) -> bool:
         """Whether a `GenerateDecoderOnlyOutput` is to be returned."""
         return bool(self.config.return_dict_in_generate)
+
+    def prompt_on(self, device: torch.device) -> Prompt:
+        """The prompt, its tensors where the model is."""
+        mask = None if self.attention_mask is None else self.attention_mask.to(device)
+        kwargs = {**self.model_kwargs, **({} if mask is None else {"attention_mask": mask})}
+        return Prompt(self.input_ids.to(device), mask, self.positions().to(device), kwargs, self.cache)
 
     def positions(self) -> torch.Tensor:
         """int64 `[batch, prompt]`: the positions transformers would use."""

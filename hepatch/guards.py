@@ -95,15 +95,29 @@ def _cache_budget(facts: Facts) -> str | None:
 
 
 def _length(facts: Facts) -> str | None:
-    if facts.call is None or facts.max_positions is None or facts.call.total_tokens <= facts.max_positions:
+    if facts.call is None:
         return None
-    return f"prompt and new tokens come to {facts.call.total_tokens} and the model has {facts.max_positions} positions"
+    total = facts.call.total_tokens
+    if facts.max_positions is not None and total > facts.max_positions:
+        return f"prompt and new tokens come to {total} and the model has {facts.max_positions} positions"
+    # The last token is never run through the model.
+    if facts.max_out_tokens is not None and total - 1 > facts.max_out_tokens:
+        return f"prompt and new tokens come to {total} and DeepSpeed's workspace has {facts.max_out_tokens} positions"
+    return None
+
+
+def _shorten(facts: Facts) -> str:
+    if facts.max_out_tokens is not None and facts.max_out_tokens < (facts.max_positions or facts.max_out_tokens + 1):
+        return "Raise max_out_tokens in the hybrid_engine section, or lower max_new_tokens"
+    return "Shorten the prompt or lower max_new_tokens"
 
 
 def _decode_mode(facts: Facts) -> str | None:
     if facts.call is None:
         return None
     causes = (("the model is in training mode",) if facts.call.training else ()) + facts.call.unsupported
+    if facts.max_out_tokens is not None and facts.call.prompt_tokens == 1:
+        causes += ("a prompt of one token, which DeepSpeed's kernels take for a decode step",)
     return f"not a plain decode step: {', '.join(causes)}" if causes else None
 
 
@@ -123,8 +137,8 @@ GUARDS: Final[tuple[Guard, ...]] = (
     ),
     Guard(
         "backend",
-        "process",
-        lambda facts: "this release has no backend for DeepSpeed's kernels" if facts.backend == "kernels" else None,
+        "engine",
+        lambda facts: None if facts.no_kernels is None else f"HEPATCH_BACKEND=kernels, but {facts.no_kernels}",
         "Set HEPATCH_BACKEND=auto",
         "hepatch/settings.py: Settings.backend",
     ),
@@ -175,6 +189,24 @@ GUARDS: Final[tuple[Guard, ...]] = (
         lambda facts: facts.static_cache,
         "None for this model; it generates eagerly",
         "transformers/modeling_utils.py: PreTrainedModel._can_compile_fullgraph",
+    ),
+    Guard(
+        "weights",
+        "engine",
+        lambda facts: (
+            f"DeepSpeed's containers do not read the model's {facts.unseen_weight}, which was replaced"
+            if facts.unseen_weight
+            else None
+        ),
+        "Change weights in place, or build the engine after they were replaced",
+        "deepspeed/module_inject/containers/features/hybrid_engine.py: HybridEngineContainer.set_params_wo_copy",
+    ),
+    Guard(
+        "workspace",
+        "call",
+        lambda facts: facts.workspace,
+        "Generate fewer rows at a time, lower max_out_tokens, or free device memory",
+        "deepspeed/ops/csrc/transformer/inference/includes/inference_context.h: InferenceContext::GenWorkSpace",
     ),
     Guard(
         "hooks",
@@ -229,7 +261,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
         "length",
         "call",
         _length,
-        "Shorten the prompt or lower max_new_tokens",
+        _shorten,
         "transformers/configuration_utils.py: PreTrainedConfig.max_position_embeddings",
     ),
     Guard(
@@ -242,5 +274,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
 )
 """Every rule, in the order in which a report lists them."""
 
-CONSTRUCTION: Final = frozenset({"disabled", "model", "containers", "zero3", "released-cache", "tensor-parallel"})
+CONSTRUCTION: Final = frozenset(
+    {"disabled", "backend", "model", "containers", "zero3", "released-cache", "tensor-parallel"}
+)
 """Rules whose facts are fixed when an engine is built; `disabled` so far as the ds_config says it."""

@@ -42,6 +42,14 @@ def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(model).forward).parameters
 
 
+def supports_cache_class(model: Any) -> bool:
+    """Whether a model takes its KV cache as an object; else it is a tuple of keys and values.
+
+    Source: ``PreTrainedModel._supports_cache_class`` (transformers 4.44 to 4.56); later releases know only objects.
+    """
+    return bool(getattr(model, "_supports_cache_class", True))
+
+
 def cache_keyword(model: Any) -> str:
     """Under which name `forward` takes a KV cache.
 
@@ -90,6 +98,13 @@ def text_config(model: Any) -> Any:
 def layer_count(model: Any) -> int:
     """How many layers a KV cache of this model has."""
     return int(text_config(model).num_hidden_layers)
+
+
+def attention_heads(model: Any) -> tuple[int, int]:
+    """Heads of the queries, and of keys and values, by the configuration."""
+    config = text_config(model)
+    heads = int(getattr(config, "num_attention_heads", 1))
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 
 
 def max_positions(model: Any) -> int | None:

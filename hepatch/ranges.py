@@ -27,7 +27,7 @@ def prompt(rows: int, columns: int) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if make is None else make(f"hepatch::prefill[rows={rows},prompt={columns}]")
 
 
-def steps(region: Region) -> Callable[[RegionKey], None]:
+def steps(region: Region) -> Callable[[RegionKey], int]:
     """`region.run`, with a range around every step while somebody looks.
 
     The name is the region's and the key's: `hepatch::decode_step_0[rows=8,window=384]`.
@@ -36,10 +36,10 @@ def steps(region: Region) -> Callable[[RegionKey], None]:
     if make is None:
         return region.run
 
-    def run(key: RegionKey) -> None:
+    def run(key: RegionKey) -> int:
         sizes = ",".join(f"{name}={value}" for name, value in key._asdict().items())
         with make(f"hepatch::{region.name}[{sizes}]"):
-            region.run(key)
+            return region.run(key)
 
     return run
 

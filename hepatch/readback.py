@@ -47,14 +47,17 @@ class WatchedStreamer:
 
     Attributes:
         raised: what it raised, or None.
+        puts: how often it was shown something.
     """
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
         self.raised: BaseException | None = None
+        self.puts = 0
 
     def put(self, value: torch.Tensor) -> None:
         """Passes tokens `[batch]` on."""
+        self.puts += 1
         try:
             self._streamer.put(value)
         except BaseException as error:

@@ -4,6 +4,9 @@ One mechanism for all failures: transformers' own `_sample`, with the processors
 this call, over the ids and mask extended by the tokens produced so far, and the fresh cache that transformers prepared
 and a region never touches.
 
+Where DeepSpeed's containers run, and still run, the same loop starts at the prompt instead, with the tokens so far
+forced: then keys and values come about step by step as the eager engine makes them, and so do its very tokens.
+
 A second `generate` would be wrong: it takes finished rows for live ones, shows the prompt to the streamer again and
 shifts `min_new_tokens`. Rows that have finished are marked so by a criterion at the first recovered token and padded
 there afterwards.
@@ -113,6 +116,84 @@ def finish_eagerly(
             result.scores = (*scores, *(result.scores or ()))
         if logits:
             result.logits = (*logits, *(result.logits or ()))
+    return result
+
+
+class ForcedTokens:
+    """A logits processor under which the first tokens come out as they are known already.
+
+    Args:
+        known: int64 `[batch, length]`, prompt and tokens.
+    """
+
+    def __init__(self, known: torch.Tensor) -> None:
+        self.known = known
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """float `[batch, vocabulary]`: certain where the next token is known, else as they come."""
+        column = input_ids.shape[1]
+        if column >= self.known.shape[1]:
+            return scores
+        certain = self.known[:, column : column + 1].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, certain, 0.0)
+
+
+class SkippedStart:
+    """A streamer that is not shown again what it has seen.
+
+    Args:
+        streamer: the caller's.
+        seen: steps whose tokens it has seen.
+    """
+
+    def __init__(self, streamer: Any, seen: int) -> None:
+        self._streamer = streamer
+        self._left = seen
+
+    def put(self, value: torch.Tensor) -> None:
+        """Passes tokens `[batch]` on."""
+        if self._left:
+            self._left -= 1
+        else:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Passes the end on."""
+        self._streamer.end()
+
+
+def start_again(
+    original: Callable[..., Any],
+    call: GenerateCall,
+    ids: torch.Tensor,
+    scores: list[torch.Tensor],
+    streamer: Any,
+    seen: int,
+) -> Any:
+    """Runs a call from its prompt once more, and makes the tokens that are certain come out again.
+
+    Args:
+        original: the bound `_sample`.
+        call: the call, as it came.
+        ids: int64 `[batch, known]`: the prompt and every token that is certain.
+        scores: float32 `[batch, vocabulary]` for each certain new token, where the caller wants them.
+        streamer: the caller's, or None.
+        seen: new tokens that it was shown already.
+
+    Returns:
+        What `original` would have returned.
+    """
+    result = original(
+        call.input_ids,
+        logits_processor=type(call.processors)([*call.processors, ForcedTokens(ids)]),
+        stopping_criteria=call.criteria,
+        generation_config=call.config,
+        streamer=None if streamer is None else SkippedStart(streamer, seen),
+        **call.extra,
+        **call.model_kwargs,
+    )
+    if call.wants_dict and scores:
+        result.scores = (*scores, *result.scores[len(scores) :])
     return result
 
 

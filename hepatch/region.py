@@ -8,11 +8,13 @@ device tensor.
 Every region compiles a code object of its own, as Dynamo's cache and its recompile limit belong to the code object.
 
 Source: ``torch.compile(mode="reduce-overhead")``; CUDA graph trees run a key eagerly on its first visit, record on its
-second and replay from the third (``torch._inductor.cudagraph_trees``).
+second and replay from the third (``torch._inductor.cudagraph_trees``); with ``triton.skip_cudagraph_warmup`` they
+record on the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -25,23 +27,23 @@ from torch.nn.attention import sdpa_kernel
 
 from hepatch import probes
 from hepatch.backends.layers import EXACT_ATTENTION
-from hepatch.backends.native import Decoder
 from hepatch.sampling import Chooser
 from hepatch.static_buffer import make_static
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from hepatch.backends.native import NativeForward
-    from hepatch.backends.static_kv import StaticKV
+    from hepatch.backends import KV, Decoder, Forward
     from hepatch.region_store import RegionKey
     from hepatch.report import Counters
     from hepatch.sampling import Request
     from hepatch.step_state import StepState
 
 _serial = itertools.count()
-# On the second visit a key is recorded; a third visit without a recording means that Inductor skipped graphs.
+# On the second visit at the latest a key is recorded; else Inductor skipped graphs.
 _VISITS_BEFORE_REPLAY = 2
+# A step over exact positions has sizes of the window, one less, and two less.
+_SIZES_OF_A_WINDOW = 2
 
 
 class GraphsSkipped(RuntimeError):  # noqa: N818 - no error of the step, whose outcome is right
@@ -52,8 +54,8 @@ class Region:
     """The compiled decode step of one engine for one selection.
 
     Args:
-        forward: the model's forward over the static cache.
-        kv: the static cache.
+        forward: how the model's forward is expressed.
+        kv: its KV cache.
         state: the batch's buffers.
         request: the first call; its selection is baked in.
         counters: the engine's counters.
@@ -62,8 +64,8 @@ class Region:
 
     def __init__(
         self,
-        forward: NativeForward,
-        kv: StaticKV,
+        forward: Forward,
+        kv: KV,
         state: StepState,
         request: Request,
         counters: Counters,
@@ -74,8 +76,11 @@ class Region:
             make_static(buffer)
         self.state = state
         self.visits: Counter[RegionKey] = Counter()
+        self.is_full: Callable[[], bool] = lambda: False
+        self._known: set[RegionKey] = set()
+        self._records_at_once = forward.records_at_once
         self._kv = kv
-        self._decoder = Decoder(forward, kv, state)
+        self._decoder: Decoder = forward.decoder(kv, state)
         self._key: RegionKey | None = None
         self._host_key: RegionKey | None = None
         self._signature: int | None = None
@@ -86,11 +91,10 @@ class Region:
         self._counters = counters
         self._graphed = backend == "inductor" and state.device.type == "cuda"
         exact = request.selection.deterministic and state.device.type == "cuda"
-        if self._decoder.stack is not None:
-            self._decoder.stack.compile(backend, exact)
-        step = _step_of(state, self.chooser, self._decoder, exact)
-        self.name = step.__name__
-        self._step = _compile(step, backend)
+        self._decoder.compile(backend, exact)
+        self._plain_step = _step_of(state, self.chooser, self._decoder, exact)
+        self.name = self._plain_step.__name__
+        self._step = _compile(self._plain_step, backend)
 
     def refresh(self, idle_hooks: list[dict[int, Any]]) -> None:
         """Once a call, before its first step: notices what graphs cannot see, and has them recorded anew.
@@ -105,6 +109,7 @@ class Region:
             self._relocations = self.state.relocations
             # Warm already, but each key's next run has to be a recording.
             self.visits = Counter(dict.fromkeys(self.visits, 1))
+            self._known.clear()
         # Faces may be turned by others between calls.
         self._key = None
 
@@ -115,54 +120,77 @@ class Region:
         self._ran = False
 
     def _look(self) -> int | None:
-        stack = self._decoder.stack
-        if stack is None or self._host_key is None:
+        if self._host_key is None:
             return None
         self._turn(self._host_key)
         with self._decoder.held():
-            return stack.signature()
+            return self._decoder.signature()
 
-    def run(self, key: RegionKey) -> None:
+    def run(self, key: RegionKey) -> bool:
         """Runs one step for `key`; the outcome is in the state's buffers.
+
+        Returns:
+            Whether the region ran it. Else it ran as plain Python, with the same outcome: no further key is admitted,
+            or nothing has been compiled yet and the key's two sizes could not be told apart.
 
         Raises:
             GraphsSkipped: the step ran and its outcome is right, but Inductor does not graph it.
             Exception: whatever the compiler or the device raises; the buffers are then in doubt.
         """
         state, counters = self.state, self._counters
-        first_visit_of_all = not self.visits
-        visit = self.visits[key] + 1
         if key != self._key:
             self._turn(key)
-        if visit > _VISITS_BEFORE_REPLAY:
-            self._call(key)
-            self.visits[key] = visit
+        if key in self._known:
+            with _replaying(self._records_at_once):
+                self._call(key, replay=self._graphed)
+            self.visits[key] += 1
             counters.region_steps += 1
             counters.replays += self._graphed
-            return
+            return True
+        if self._stays_plain(key):
+            with self._decoder.held():
+                self._decoder.begin(key.window, replay=False)
+                self._plain_step()
+                self._decoder.end(replay=False)
+            return False
+        first_visit_of_all = not self.visits
+        visit = self.visits[key] + 1
         compiled, skipped = probes.compiled_graphs(), probes.skipped_graphs()
         recorded = probes.recorded_graphs(state.device)
+        # Other rows are other kernels, which have to have run before they can be captured.
+        at_once = self._records_at_once and any(key.rows == other.rows for other in self.visits)
         # Compiling and warming up may draw random numbers (benchmarks of kernels do);
         # only sampling may move the generators.
-        with torch.random.fork_rng(devices=_generators(state.device)), _without_size_warning():
-            self._call(key)
+        with torch.random.fork_rng(devices=_generators(state.device)), _inductor_options(at_once):
+            self._call(key, replay=False)
         self.visits[key] = visit
         counters.region_steps += 1
         # One whole step, however many graphs it is made of.
         counters.compilations += probes.compiled_graphs() > compiled
         counters.recordings += probes.recorded_graphs(state.device) - recorded
+        if not self._graphed or probes.recorded_graphs(state.device) > recorded:
+            self._known.add(key)
         if first_visit_of_all and probes.compiled_graphs() == compiled:
             raise GraphsSkipped("Dynamo ran the decode step without compiling it (is TORCHDYNAMO_DISABLE set?)")
         if self._graphed and probes.skipped_graphs() > skipped:
             raise GraphsSkipped("Inductor compiled the decode step but skipped CUDA graphs for it")
-        if self._graphed and visit == _VISITS_BEFORE_REPLAY and probes.recorded_graphs(state.device) == recorded:
+        if self._graphed and visit >= _VISITS_BEFORE_REPLAY and key not in self._known:
             raise GraphsSkipped("Inductor compiled the decode step but recorded no CUDA graph after its warm-up")
+        return True
 
-    def _call(self, key: RegionKey) -> None:
+    def _stays_plain(self, key: RegionKey) -> bool:
+        if key in self.visits or not self._records_at_once:
+            return False
+        # In a first compilation equal sizes become one symbol, and exact keys cannot be padded to part them.
+        return self.is_full() or (not self.visits and 0 <= key.window - key.rows <= _SIZES_OF_A_WINDOW)
+
+    def _call(self, key: RegionKey, *, replay: bool) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         with self._decoder.held():
+            self._decoder.begin(key.window, replay=replay)
             self._step()
-        if self._decoder.stack is not None and self._decoder.stack.take_ran():
+            self._decoder.end(replay=replay)
+        if self._decoder.take_ran():
             self._ran, self._host_key = True, key
 
     def _turn(self, key: RegionKey) -> None:
@@ -179,9 +207,30 @@ def _generators(device: torch.device) -> list[int]:
     return [torch.cuda.current_device() if device.index is None else device.index]
 
 
-def _without_size_warning() -> Any:
-    """Lifts Inductor's warning past a handful of sizes: here the region store bounds the number of keys."""
-    return torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
+@contextlib.contextmanager
+def _replaying(recorded_at_once: bool) -> Iterator[None]:
+    """Around a replay. A graph that was recorded without a warm-up would be warmed up now, were it not said again."""
+    if not recorded_at_once:
+        yield
+        return
+    # A patch of the configuration takes four times as long, at every token.
+    options = torch._inductor.config.triton
+    before, options.skip_cudagraph_warmup = options.skip_cudagraph_warmup, True
+    try:
+        yield
+    finally:
+        options.skip_cudagraph_warmup = before
+
+
+def _inductor_options(at_once: bool) -> Any:
+    """Lifts Inductor's warning past a handful of sizes, since here the region store bounds the number of keys.
+
+    Args:
+        at_once: record a key at its first visit, without a warm-up run.
+    """
+    return torch._inductor.config.patch(
+        {"triton.cudagraph_dynamic_shape_warn_limit": None, "triton.skip_cudagraph_warmup": at_once}
+    )
 
 
 def _step_of(state: StepState, chooser: Chooser, decoder: Decoder, exact: bool) -> Callable[[], None]:

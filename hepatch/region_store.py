@@ -2,7 +2,8 @@
 
 A recording cannot be dropped alone: CUDA graph trees keep it in a closure that lives as long as its region. So keys are
 admitted up to a limit. Past it a step is padded up to a key that covers it; where none does, every region goes, and
-compiling starts over. Both keep tokens right; the report shows the limit.
+compiling starts over. Keys that are exact positions can be padded to nothing: past the limit such a step runs outside
+the region. All of it keeps tokens right; the report shows the limit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOST_REGIONS = 8
 
 
 class RegionKey(NamedTuple):
-    """What a recording is made for: `rows` of the batch, at least 2, and the `window` of KV positions that is read."""
+    """What a recording is made for: `rows` of the batch, and the `window` of positions, the new token's included."""
 
     rows: int
     window: int
@@ -33,17 +34,21 @@ class Lease:
     """The keys of one call: fixed rows, and a window that grows with the sequence.
 
     Args:
-        rows: rows of every key. One row is padded to two, because Dynamo compiles a size of one apart.
+        rows: rows of every key.
         bucket: positions by which a window grows.
         windows: where recordings are at their bound, the windows that exist; empty: every multiple of the bucket.
+        exact: a window is the length itself.
     """
 
     rows: int
     bucket: int
     windows: tuple[int, ...] = ()
+    exact: bool = False
 
     def window(self, length: int) -> int:
         """The smallest window that holds `length` positions."""
+        if self.exact:
+            return length
         if self.windows:
             return next(window for window in self.windows if window >= length)
         window = -(-length // self.bucket) * self.bucket
@@ -56,18 +61,43 @@ class Lease:
         return {RegionKey(self.rows, self.window(length)) for length in steps}
 
 
+@dataclass(frozen=True)
+class BucketLeases:
+    """Leases of keys that may be padded up: in rows to two, in positions to a multiple of the bucket.
+
+    Args:
+        bucket: positions by which a window grows.
+    """
+
+    bucket: int
+
+    def lease(self, batch: int) -> Lease:
+        """The lease of a call of `batch` rows."""
+        # One row is padded to two, because Dynamo compiles a size of one apart.
+        return Lease(max(2, batch), self.bucket)
+
+
+@dataclass(frozen=True)
+class ExactLeases:
+    """Leases of keys that are a batch and a position, with nothing padded: one recording each."""
+
+    def lease(self, batch: int) -> Lease:
+        """The lease of a call of `batch` rows."""
+        return Lease(batch, 1, exact=True)
+
+
 class RegionStore:
     """Admits keys and hands out regions.
 
     Args:
         build: makes the region for a request.
-        bucket: KV positions by which a window grows.
+        leases: makes the lease of a call.
         limit: keys admitted over all regions.
     """
 
-    def __init__(self, build: Callable[[Request], Region], bucket: int, limit: int) -> None:
+    def __init__(self, build: Callable[[Request], Region], leases: BucketLeases | ExactLeases, limit: int) -> None:
         self._build = build
-        self._bucket = bucket
+        self._leases = leases
         self.limit = limit
         self._regions: OrderedDict[Selection, Region] = OrderedDict()
 
@@ -91,6 +121,7 @@ class RegionStore:
             while len(self._regions) >= MOST_REGIONS:
                 self._regions.popitem(last=False)
             region = self._regions[request.selection] = self._build(request)
+            region.is_full = lambda: self.admitted >= self.limit
         self._regions.move_to_end(request.selection)
         region.chooser.load(request)
         return region
@@ -104,20 +135,20 @@ class RegionStore:
             prompt: columns of the prompt.
             length: prompt and new tokens.
         """
-        wanted = Lease(max(2, batch), self._bucket)
-        if self.admitted + len(wanted.keys(prompt + 2, length) - region.visits.keys()) <= self.limit:
+        wanted = self._leases.lease(batch)
+        if wanted.exact or self.admitted + len(wanted.keys(prompt + 2, length) - region.visits.keys()) <= self.limit:
             return wanted
         windows: dict[int, list[int]] = {}
         for rows, window in region.visits:
             if rows >= batch:
                 windows.setdefault(rows, []).append(window)
-        covering = [Lease(rows, self._bucket, tuple(sorted(of))) for rows, of in windows.items() if max(of) >= length]
+        covering = [Lease(rows, wanted.bucket, tuple(sorted(of))) for rows, of in windows.items() if max(of) >= length]
         return min(covering, key=lambda lease: lease.rows, default=None)
 
     def one_key(self, batch: int, prompt: int, length: int) -> Lease:
         """A lease of a single key, for a limit smaller than what one call would record."""
-        wanted = Lease(max(2, batch), self._bucket)
-        return Lease(wanted.rows, self._bucket, (wanted.window(length),))
+        wanted = self._leases.lease(batch)
+        return Lease(wanted.rows, wanted.bucket, (wanted.window(length),))
 
     def drop(self) -> None:
         """Forgets every region; their graphs go with them."""

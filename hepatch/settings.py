@@ -69,6 +69,12 @@ class Settings(BaseSettings):
     max_recordings: int = Field(
         default=64, ge=1, validation_alias="HEPATCH_MAX_RECORDINGS", description="Region keys admitted per engine."
     )
+    max_positions: int = Field(
+        default=4096,
+        ge=1,
+        validation_alias="HEPATCH_MAX_POSITIONS",
+        description="The same for DeepSpeed's kernels, where each position of each batch size is a key.",
+    )
     cache_mib: int | None = Field(
         default=None,
         ge=1,

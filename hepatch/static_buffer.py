@@ -82,7 +82,9 @@ class StaticBuffer:
         face = self._flat.new_empty(0).set_(self._flat.untyped_storage(), 0, shape, ())
         torch._dynamo.mark_static_address(face, guard=False)
         for dimension in dynamic:
-            torch._dynamo.mark_dynamic(face, dimension)
+            # A size of one is compiled apart, whatever a mark says.
+            if shape[dimension] != 1:
+                torch._dynamo.mark_dynamic(face, dimension)
         self._faces[shape] = face
         return face
 

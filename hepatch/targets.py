@@ -1,12 +1,14 @@
 """What is patched in DeepSpeed and transformers, and for each: why this seam, and what it does not reach.
 
 The wrappers repair what breaks a hybrid engine on the installed pair of releases, and lead each generate to
-`hepatch.decode`. No container of DeepSpeed is built: with grouped-query Llama building one damages the user's weights,
-with Bloom it ends the process, with current transformers most of them fail in the first generate.
+`hepatch.decode`. No container of DeepSpeed is built before a disposable copy of the model has shown that it is right:
+with grouped-query Llama building one damages the user's weights, with Bloom it ends the process, with current
+transformers most of them fail in the first generate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -57,25 +59,41 @@ def _attach_when_built(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywo
     _attach(engine)
 
 
-def _no_policies(_wrapped: Any, engine: Any, _args: Arguments, _kwargs: Keywords) -> Any:
+def _admitted_policies(wrapped: Any, engine: Any, _args: Arguments, _kwargs: Keywords) -> Any:
+    # What follows in the constructor reads the attribute, whatever becomes of the rest.
     engine.inference_policies = {}
+    from hepatch.backends import containers
+
+    containers.choose_policies(engine, wrapped)
 
 
 def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
     _attach(engine)
     _give_generate(engine)
+    containers = _containers_of(engine)
     if not args and "input_ids" not in kwargs and kwargs.get("inputs") is not None:
         kwargs = dict(kwargs)
         args = (kwargs.pop("inputs"),)
     if engine._total_batch_size is None:
         engine._total_batch_size = _rows(args, kwargs) * int(engine.world_size)
-    return wrapped(*args, **kwargs)
+    with contextlib.nullcontext() if containers is None else containers.engine_generates():
+        return wrapped(*args, **kwargs)
 
 
 def _attach_older_engine(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
     result = wrapped(*args, **kwargs)
     _attach(engine)
+    containers = _containers_of(engine)
+    if containers is not None:
+        containers.step_aside()
     return result
+
+
+def _containers_of(engine: Any) -> Any | None:
+    """DeepSpeed's containers of an engine as hepatch keeps them, or None."""
+    attachments = sys.modules.get("hepatch.attachments")
+    attachment = None if attachments is None else attachments.of_engine(engine)
+    return None if attachment is None else attachment.containers
 
 
 def _lazy_workspace(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -199,10 +217,11 @@ TARGETS = (
         module="deepspeed.runtime.hybrid_engine",
         owner=_ENGINE,
         attribute="populate_all_inference_policies",
-        wrapper=_no_policies,
+        wrapper=_admitted_policies,
         why=(
             "The table of policies decides which layers get a container, before any is built and before a policy can"
-            " raise or exit. An empty one leaves the model its own layers. Does not reach engines built earlier."
+            " raise or exit. An empty one leaves the model its own layers; stock's is used where containers were"
+            " admitted. Does not reach engines built earlier."
         ),
     ),
     Target(
@@ -212,7 +231,8 @@ TARGETS = (
         wrapper=_lazy_workspace,
         why=(
             "The engine's constructor looks this name up in its module and builds the inference op through it, for"
-            " every model. Containers take the class from its own module and are not reached."
+            " every model. Containers take the class from its own module and are not reached; an engine that has some"
+            " is given theirs."
         ),
     ),
     Target(

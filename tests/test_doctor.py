@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hepatch import stock_probes
 from hepatch.commands import app
-from hepatch.doctor import configuration, examination, selftest
+from hepatch.doctor import backend, configuration, examination, selftest
 from hepatch.doctor.findings import Diagnosis, Judgement
 from tests import standin
 from tests.forked import run_python
@@ -384,3 +384,35 @@ def test_self_test_is_left_out_while_hepatch_is_off(doctor: DoctorCall, monkeypa
 
     assert 1 == done.exit_code
     assert "The self-test is left out: hepatch is off" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "static_cache", "no_kernels", "expected"),
+    [
+        ("auto", None, "no op", ("native", None, None)),
+        ("auto", None, None, ("native", None, None)),
+        ("auto", "no layers", None, ("kernels", None, None)),
+        ("auto", "no layers", "no op", ("none", "no layers, and no op", None)),
+        ("kernels", None, None, ("kernels", None, None)),
+        ("kernels", None, "no op", ("native", None, "no op")),
+        ("native", "no layers", None, ("none", "no layers", None)),
+    ],
+)
+def test_the_backend_is_guessed_as_an_engine_would_choose_it(
+    setting: str, static_cache: str | None, no_kernels: str | None, expected: tuple[str, str | None, str | None]
+) -> None:
+    assert expected == backend.choose(setting, static_cache, no_kernels)
+
+
+def test_kernels_that_were_asked_for_and_cannot_be_had_are_refused(
+    doctor: DoctorCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why not stands in the refusal: no policy, no op, or a transformers too new for the container."""
+    monkeypatch.setenv("HEPATCH_BACKEND", "kernels")
+
+    done = doctor("--model", "qwen2-0.5b")
+
+    assert 1 == done.exit_code
+    assert (
+        "  fail backend: HEPATCH_BACKEND=kernels, but DeepSpeed has no container for the layers of Qwen2" in done.stdout
+    )

@@ -23,6 +23,8 @@ RULES = (
     "released-cache",
     "tensor-parallel",
     "static-cache",
+    "weights",
+    "workspace",
     "hooks",
     "weights-offloaded",
     "no-compiler",
@@ -39,7 +41,7 @@ PLAIN = Call(training=False, total_tokens=64)
 TRIPPED = [
     ("disabled", {"enabled": False}, "switched off", "HEPATCH"),
     ("disabled", {"requested": False}, "ds_config", "enable_graph_capture"),
-    ("backend", {"backend": "kernels"}, "DeepSpeed's kernels", "HEPATCH_BACKEND=auto"),
+    ("backend", {"no_kernels": "OPT has none"}, "HEPATCH_BACKEND=kernels, but OPT has none", "HEPATCH_BACKEND=auto"),
     ("model", {"causal_lm": False, "model_name": "BertModel"}, "BertModel", "causal language model"),
     ("containers", {"containers": 24}, "24 DeepSpeed containers", "before deepspeed.initialize"),
     ("zero3", {"zero_stage": 3}, "ZeRO stage 3", "stage 2"),
@@ -47,6 +49,8 @@ TRIPPED = [
     ("released-cache", {"workspace_released": True}, "workspace", "engine.eval()"),
     ("tensor-parallel", {"inference_tp_size": 2}, "collectives", "inference_tp_size"),
     ("static-cache", {"static_cache": "XModel keeps a state"}, "XModel keeps a state", "eagerly"),
+    ("weights", {"unseen_weight": "fc1.weight of layer 0"}, "fc1.weight of layer 0", "in place"),
+    ("workspace", {"workspace": "DeepSpeed's workspace needs 9 MiB"}, "needs 9 MiB", "fewer rows"),
     ("hooks", {"hooks": ("lm_head", "model.layers.0")}, "lm_head, model.layers.0", "Remove"),
     ("weights-offloaded", {"weights_offloaded": True}, "offload_states", "reload_states"),
     ("no-compiler", {"compiler_missing": "no C++ compiler"}, "no C++ compiler", "CXX"),
@@ -62,6 +66,14 @@ TRIPPED = [
     ("earlier-failure", {"failure": "compile: no memory"}, "compile: no memory", "hepatch.reset(engine)"),
     ("cache-budget", {"cache_mib_needed": 9, "cache_mib_budget": 8}, "9 MiB", "HEPATCH_CACHE_MIB"),
     ("length", {"max_positions": 63, "call": PLAIN}, "63 positions", "max_new_tokens"),
+    ("length", {"max_out_tokens": 62, "max_positions": 99, "call": PLAIN}, "62 positions", "Raise max_out_tokens"),
+    ("length", {"max_out_tokens": 62, "max_positions": 40, "call": PLAIN}, "40 positions", "Shorten the prompt"),
+    (
+        "decode-mode",
+        {"max_out_tokens": 64, "call": Call(training=False, total_tokens=8, prompt_tokens=1)},
+        "a prompt of one token",
+        "Leave it out",
+    ),
     ("decode-mode", {"call": Call(training=True, total_tokens=1)}, "training mode", "engine.eval()"),
     (
         "decode-mode",
@@ -74,8 +86,7 @@ TRIPPED = [
 NOT_TRIPPED = [
     ("disabled", {"requested": None}),
     ("disabled", {"requested": True}),
-    ("backend", {"backend": "native"}),
-    ("backend", {"backend": "auto"}),
+    ("backend", {"no_kernels": None}),
     ("model", {"causal_lm": True, "model_name": ""}),
     ("containers", {"containers": 0}),
     ("zero3", {"zero_stage": 2}),
@@ -96,6 +107,12 @@ NOT_TRIPPED = [
     ("length", {"max_positions": 64, "call": PLAIN}),
     ("length", {"max_positions": None, "call": PLAIN}),
     ("length", {"max_positions": 1}),
+    # The last token is never run through the model.
+    ("length", {"max_out_tokens": 63, "call": PLAIN}),
+    ("decode-mode", {"max_out_tokens": 64, "call": Call(training=False, total_tokens=8, prompt_tokens=2)}),
+    ("decode-mode", {"call": Call(training=False, total_tokens=8, prompt_tokens=1)}),
+    ("weights", {"unseen_weight": None}),
+    ("workspace", {"workspace": None}),
     ("decode-mode", {"call": PLAIN}),
     ("decode-mode", {}),
 ]
@@ -145,13 +162,16 @@ def test_all_failing_rules_are_reported_in_order():
     """Every rule at once gives every refusal, in reading order."""
     everything = {
         "enabled": False,
-        "backend": "kernels",
+        "no_kernels": "none",
         "causal_lm": False,
         "containers": 1,
         "zero_stage": 3,
         "release_inference_cache": True,
         "inference_tp_size": 2,
         "static_cache": "none",
+        "unseen_weight": "x",
+        "workspace": "x",
+        "max_out_tokens": 8,
         "hooks": ("lm_head",),
         "max_positions": 8,
         "weights_offloaded": True,
@@ -188,7 +208,7 @@ def test_every_rule_names_its_source():
 
 def test_rules_fixed_at_construction_are_rules():
     """What attach decides once is a subset of the rules."""
-    expected = {"disabled", "model", "containers", "zero3", "released-cache", "tensor-parallel"}
+    expected = {"disabled", "backend", "model", "containers", "zero3", "released-cache", "tensor-parallel"}
 
     assert expected == guards.CONSTRUCTION
     assert set(RULES) > guards.CONSTRUCTION

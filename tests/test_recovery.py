@@ -345,7 +345,9 @@ class TestSkippedGraphs:
     def test_graph_that_was_never_recorded(self, actor, prompt):
         """A region that should have recorded by its second visit and has not: here because there is no CUDA."""
         actor.agree(**prompt, max_new_tokens=1 + 1)
-        attachments.of_model(actor.model).regions.any_region._graphed = True
+        region = attachments.of_model(actor.model).regions.any_region
+        region._graphed = True
+        region._known.clear()
 
         got = actor.generated(**prompt, max_new_tokens=NEW)
 

@@ -14,9 +14,12 @@ import torch
 
 from hepatch import probes
 from hepatch.backends import attention
-from hepatch.backends.native import Decoder, NativeForward, StepView
+from hepatch.backends.native import Decoder, NativeForward
 from hepatch.backends.static_kv import StaticKV
+from hepatch.backends.step import StepView
+from hepatch.backends.tolerance import difference
 from hepatch.errors import first_line
+from hepatch.generate_call import Prompt
 from hepatch.report import logger
 
 if TYPE_CHECKING:
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
 PROMPT, STEPS, PADDING, WINDOW = 6, 2, 2, 16
 # The attention function finds a layer's cache in one place of the process.
 _one_at_a_time = threading.Lock()
-# Largest difference allowed, relative to the largest logit: rounding of two orders of summation, not a wrong mask,
-# which is off by far more. By dtype of the logits.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class NotAdmittedError(Exception):
@@ -87,8 +87,8 @@ def _differences(forward: NativeForward, device: torch.device) -> Iterator[float
     kv = StaticKV(probes.layer_count(model))
     kv.reserve(2 * WINDOW)
     kv.turn(2, WINDOW)
-    logits = forward.prefill(kv, ids[:, :PROMPT], mask[:, :PROMPT], positions[:, :PROMPT])
-    yield _difference(logits, _reference(forward, ids, mask, positions, PROMPT))
+    logits = forward.prefill(kv, Prompt(ids[:, :PROMPT], mask[:, :PROMPT], positions[:, :PROMPT]))
+    yield difference(logits, _reference(forward, ids, mask, positions, PROMPT))
     open_mask = torch.ones(2, WINDOW, dtype=torch.long, device=device)
     open_mask[:, :total] = mask
     view = StepView(torch.tensor([PROMPT], device=device), open_mask.t())
@@ -98,18 +98,10 @@ def _differences(forward: NativeForward, device: torch.device) -> Iterator[float
         view.position.fill_(step)
         with decoder.held():
             logits = decoder.step(ids[:, step : step + 1], open_mask, positions[:, step : step + 1])
-        yield _difference(logits, _reference(forward, ids, mask, positions, step + 1))
+        yield difference(logits, _reference(forward, ids, mask, positions, step + 1))
 
 
 def _reference(
     forward: NativeForward, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, length: int
 ) -> torch.Tensor:
     return forward.without_cache(ids[:, :length], mask[:, :length], positions[:, :length])
-
-
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    allowed = TOLERANCE.get(expected.dtype, TOLERANCE[torch.bfloat16])
-    scale = expected.float().abs().max().clamp_min(1.0)
-    difference = (found.float() - expected.float()).abs().max() / (scale * allowed)
-    # A comparison with NaN is never true: NaN must not pass.
-    return float(torch.nan_to_num(difference, nan=float("inf")))

@@ -13,7 +13,6 @@ mask and closed by the causal rule; `admit` checks by behaviour that a model rea
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +21,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hepatch import probes
 from hepatch.backends import attention
 from hepatch.backends.layers import LayerCalls, LayerStack
+from hepatch.backends.static_kv import StaticKV
+from hepatch.backends.step import StepView, last_logits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hepatch.backends.static_kv import StaticKV
+    from hepatch.generate_call import Prompt
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -71,19 +72,6 @@ class PromptLayer(_Layer):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Key length and offset; transformers 4 hands over the positions instead of their number."""
         return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
-
-
-@dataclass
-class StepView:
-    """What a decode layer knows of the step; a `StepState` will do as well.
-
-    Attributes:
-        position: int64 `[1]`, the position that the step writes.
-        mask: int64 `[window, rows]`; None for layers, which get it as an argument.
-    """
-
-    position: torch.Tensor
-    mask: torch.Tensor | None = None
 
 
 class DecodeLayer(_Layer):
@@ -139,6 +127,9 @@ class NativeForward:
     ``cache_position`` up to 5.17) are probed, never inferred from a version.
     """
 
+    backend = "native"
+    records_at_once = False
+
     def __init__(self, model: Any, *, own_attention: bool = False, layered: bool = True) -> None:
         self.model = model
         self.own_attention = own_attention
@@ -150,20 +141,25 @@ class NativeForward:
         self.takes_cache_position = "cache_position" in parameters
         self.keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
-    def prefill(
-        self, kv: StaticKV, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def new_kv(self) -> StaticKV:
+        """An empty KV cache for this model."""
+        return StaticKV(probes.layer_count(self.model))
+
+    def decoder(self, kv: StaticKV, state: Any) -> Decoder:
+        """Single steps over `kv`."""
+        return Decoder(self, kv, state)
+
+    def prefill(self, kv: StaticKV, prompt: Prompt) -> torch.Tensor:
         """Runs a prompt eagerly.
 
         Args:
             kv: where keys and values go.
-            input_ids: int64 `[batch, prompt]`.
-            attention_mask: int64 `[batch, prompt]`, or None where nothing is padded.
-            position_ids: int64 `[batch, prompt]`.
+            prompt: what was asked.
 
         Returns:
             Logits of the last position, `[batch, vocabulary]`, in the model's dtype.
         """
+        input_ids, attention_mask, position_ids = prompt.ids, prompt.mask, prompt.positions
         cache = Cache(layers=[PromptLayer(kv, index) for index in range(len(kv.keys))])
         kv.padding = None if attention_mask is None else (attention_mask == 0).t()[:, :, None, None]
         extra: dict[str, Any] = dict(self.keep_last)
@@ -181,6 +177,23 @@ class NativeForward:
             **extra,
         )
         return last_logits(output)
+
+    def returned_cache(self, kv: StaticKV, prompt: Prompt, sequences: torch.Tensor) -> Any:
+        """A cache of transformers' own kind with a call's keys and values: the last token was never forwarded.
+
+        Args:
+            kv: the cache of the call.
+            prompt: the prompt of the call.
+            sequences: int64 `[batch, length]`, what was generated.
+        """
+        cache = prompt.cache
+        if cache is None:
+            return None
+        for index in range(len(kv.keys)):
+            stored = kv.read(index, sequences.shape[0], sequences.shape[1] - 1)
+            if stored is not None:
+                cache.update(*stored, index)
+        return cache
 
     def without_cache(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
@@ -230,6 +243,25 @@ class Decoder:
         if self.stack is not None:
             self.stack.turn()
 
+    def compile(self, backend: str, exact: bool) -> None:
+        """Has the layers compiled, where they are ops; see `LayerStack.compile`."""
+        if self.stack is not None:
+            self.stack.compile(backend, exact)
+
+    def signature(self) -> int | None:
+        """What a recording bakes in of the layers, where they are ops; see `LayerStack.signature`."""
+        return None if self.stack is None else self.stack.signature()
+
+    def take_ran(self) -> bool:
+        """Whether a layer that is an op has run from the host since this was last asked."""
+        return self.stack is not None and self.stack.take_ran()
+
+    def begin(self, window: int, *, replay: bool) -> None:
+        """Nothing: the step finds its position on the device."""
+
+    def end(self, *, replay: bool) -> None:
+        """Nothing."""
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """To be held around every `step`, traced or compiled.
@@ -273,9 +305,3 @@ class Decoder:
             **extra,
         )
         return last_logits(output)
-
-
-def last_logits(output: Any) -> torch.Tensor:
-    """The logits of the last position, `[batch, vocabulary]`."""
-    logits: torch.Tensor = output.logits
-    return logits[:, -1]

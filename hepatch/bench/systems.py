@@ -319,7 +319,7 @@ class Native(System):
             if report["refusals"]:
                 refused = "; ".join(f"[{refusal['rule']}] {refusal['reason']}" for refusal in report["refusals"])
                 raise NotServedError(f"refused: {refused}")
-            self._fallbacks.append("no call was seen" if last is None else f"{last['path']}: {last['reason']}")
+            self._fallbacks.append("no call was seen" if last is None else _left(last))
         return tokens
 
     def report(self) -> dict[str, Any]:
@@ -339,6 +339,13 @@ class Native(System):
     def fallbacks(self) -> list[str]:
         """As the base class."""
         return list(self._fallbacks)
+
+
+def _left(last: Mapping[str, Any]) -> str:
+    """How a call left its region."""
+    if last["path"] == "eager":
+        return f"eager: {last['reason']}"
+    return f"{last['eager_steps'] - 1} of its steps ran outside the region"
 
 
 class Kernels(Native):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hepatch.guards import Guard
 
 _NEEDS_MODEL = ("model", "static-cache", "hooks", "length")
-_NEEDS_ENGINE = ("containers", "hooks", "weights-offloaded", "earlier-failure")
+_NEEDS_ENGINE = ("containers", "weights", "hooks", "weights-offloaded", "earlier-failure")
 _NO_MODEL = "no model was given: add --model FOLDER"
 _AT_EACH_CALL = "decided at each generate"
 
@@ -97,34 +97,39 @@ def _judge(found: Diagnosis, read: settings.Settings, ds_config: Configuration, 
     if complaint is not None:
         found.problems.append(f"the hybrid_engine section is not accepted: {complaint}")
         return
-    facts = facts_of(read, ds_config, model)
+    facts, serves = facts_of(read, ds_config, model)
     found.guards += [_judgement(guard, facts, has_model=model is not None) for guard in GUARDS]
     if not any(guard.outcome == "fail" for guard in found.guards):
-        found.backend = "kernels" if read.backend == "kernels" else "native"
+        found.backend = serves
 
 
-def facts_of(read: settings.Settings, ds_config: Configuration, model: Any | None) -> Facts:
-    """What the guards are told: everything that can be known before an engine exists."""
+def facts_of(read: settings.Settings, ds_config: Configuration, model: Any | None) -> tuple[Facts, str]:
+    """What the guards are told, as far as it can be known before an engine exists, and which backend would serve."""
     import torch
 
     from hepatch import probes
+    from hepatch.doctor import backend
 
     section = ds_config.section
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about_model: dict[str, Any] = {}
+    serves = "kernels" if read.backend == "kernels" else "native"
     if model is not None:
         inner = probes.generation_model(model)
         inner = inner if hasattr(type(inner), "_sample") and _has_head(inner) else None
-        about_model = {
-            "causal_lm": inner is not None,
-            "model_name": type(model).__name__,
-            "static_cache": None if inner is None else probes.static_cache_obstacle(inner),
-            "max_positions": None if inner is None else probes.max_positions(inner),
-        }
-    return Facts(
+        about_model = {"causal_lm": inner is not None, "model_name": type(model).__name__}
+        if inner is not None:
+            no_kernels = None if read.backend == "native" else backend.kernels_obstacle(inner)
+            static_cache = probes.static_cache_obstacle(inner)
+            serves, static_cache, no_kernels = backend.choose(read.backend, static_cache, no_kernels)
+            about_model |= {
+                "static_cache": static_cache,
+                "no_kernels": no_kernels,
+                "max_positions": probes.max_positions(inner),
+            }
+    facts = Facts(
         enabled=activation.is_on(),
         requested=settings.graph_capture_requested(section),
-        backend=read.backend,
         zero_stage=ds_config.zero_stage,
         release_inference_cache=bool(section.get("release_inference_cache", False)),
         inference_tp_size=int(section.get("inference_tp_size", 1)),
@@ -133,6 +138,7 @@ def facts_of(read: settings.Settings, ds_config: Configuration, model: Any | Non
         call=Call(training=False, total_tokens=0),
         **about_model,
     )
+    return facts, serves
 
 
 def _has_head(model: Any) -> bool:

@@ -38,7 +38,7 @@ def _containers(model: Any, configuration: Configuration) -> list[str]:
     obstacles = stock_probes.op_obstacles()
     if obstacles:
         lines.append(f"They need DeepSpeed's op, so deepspeed.initialize would fail: {'; '.join(obstacles.values())}.")
-    heads, kv_heads = _heads(model)
+    heads, kv_heads = probes.attention_heads(model)
     if kv_heads != heads and configuration.zero_stage < 3:  # noqa: PLR2004 - partitioned weights
         lines.append(
             f"{heads} heads share {kv_heads} KV heads: the containers split K and V as if there were {heads}, which"
@@ -53,9 +53,3 @@ def _containers(model: Any, configuration: Configuration) -> list[str]:
     elif returns_tuple is None:
         lines.append(f"Whether a container fits {layer.__name__} of this transformers could not be tried.")
     return lines
-
-
-def _heads(model: Any) -> tuple[int, int]:
-    config = probes.text_config(model)
-    heads = int(getattr(config, "num_attention_heads", 1))
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
