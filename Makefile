@@ -10,10 +10,12 @@ BUILD := $(CURDIR)/build
 DEEPSPEED := $(shell sed -n 's/^deepspeed==//p' constraints.txt)
 export TORCH_EXTENSIONS_DIR ?= $(BUILD)/torch-extensions/deepspeed-$(DEEPSPEED)
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo bench doctor test lint format clean
 
 help:
 	@echo "make demo    an RLHF loop on a small chat model, without and with hepatch"
+	@echo "make doctor  what is installed, what is patched, and a self-test"
+	@echo "make bench   every system side by side, on the CPU in a minute; BENCH=\"--workload seed\" on a GPU"
 	@echo "make test    the tests that need no GPU"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
@@ -35,6 +37,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 # OpenMP threads that wait by spinning make the demo many times slower as soon as anything else wants the same cores.
 demo: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/hepatch demo $(DEMO)
+
+doctor: $(INSTALLED)
+	$(BIN)/hepatch doctor --self-test $(DOCTOR)
+
+BENCH ?= --tiny
+bench: $(INSTALLED)
+	$(BIN)/hepatch bench $(BENCH)
 
 # One thread for each of two workers: the models are too small for more to help, and idle OpenMP threads spin.
 test: $(INSTALLED)

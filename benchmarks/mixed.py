@@ -14,16 +14,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import memory
-from benchmarks.workload import SEED, Workload, build_prompts, generate_arguments
+from hepatch.bench import memory, worker
+from hepatch.bench.systems import Native
+from hepatch.bench.workload import PAD, SEED, build_batch, generate_arguments
 
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.systems import Hepatch
-
-PAD = 1
 FLAT_MIB = 4.0
+
+
+@dataclass(frozen=True)
+class Range:
+    """Between what the calls' sizes are drawn: shortest and longest prompt, fewest and most new tokens, batches."""
+
+    prompt_tokens: tuple[int, int]
+    new_tokens: tuple[int, int]
+    batches: tuple[int, ...]
+
+
+FULL = Range((16, 256), (4, 128), (8, 3, 1))
+TINY = Range((4, 24), (2, 12), (4, 3, 1))
+
+
+class Commands(worker.Commands):
+    """What the seed benchmark asks of a system beside what every benchmark does."""
+
+    def generate(self, new_tokens: int | None = None) -> float:
+        """As the base class. Raises RuntimeError where the call left hepatch's region: it must never be timed."""
+        elapsed_ms = super().generate(new_tokens)
+        if self.system.fallbacks():
+            raise RuntimeError(f"a call was not fused: {self.system.fallbacks()[-1]}")
+        return elapsed_ms
+
+    def mixed(self, count: int, tiny: bool) -> dict[str, Any]:
+        """The mixed calls (hepatch only)."""
+        assert isinstance(self.system, Native)
+        return run(self.system, TINY if tiny else FULL, count)
 
 
 @dataclass(frozen=True)
@@ -36,18 +63,13 @@ class Shape:
     stops: bool = False
 
 
-def schedule(workload: Workload, count: int) -> list[Shape]:
+def schedule(sizes: Range, count: int) -> list[Shape]:
     """`count` shapes, the same for every run."""
     draw = random.Random(SEED)
-    (shortest, longest), (fewest, most) = workload.mixed_prompt_tokens, workload.mixed_new_tokens
-    shapes = [
-        Shape(batch, prompt, most)
-        for batch in workload.mixed_batches
-        for prompt in (shortest, longest)
-        for _ in range(2)
-    ]
+    (shortest, longest), (fewest, most) = sizes.prompt_tokens, sizes.new_tokens
+    shapes = [Shape(batch, prompt, most) for batch in sizes.batches for prompt in (shortest, longest) for _ in range(2)]
     while len(shapes) < count:
-        shape = Shape(draw.choice(workload.mixed_batches), draw.randint(shortest, longest), draw.randint(fewest, most))
+        shape = Shape(draw.choice(sizes.batches), draw.randint(shortest, longest), draw.randint(fewest, most))
         shapes.append(shape)
         if len(shapes) % 3 == 0 and shape.new_tokens > 2:
             shapes.append(Shape(shape.batch, shape.prompt_tokens, shape.new_tokens, stops=True))
@@ -62,25 +84,25 @@ def stops_rightly(tokens: torch.Tensor, ends: list[int], shape: Shape) -> bool:
     return padded and len(new[0]) == max(lengths)
 
 
-def run(system: Hepatch, count: int) -> dict[str, Any]:
+def run(system: Native, sizes: Range, count: int) -> dict[str, Any]:
     """Makes the calls; returns the trace of memory and counters and the verdicts."""
-    workload, device = system.workload, system.device
+    vocabulary = int(system.engine.module.config.vocab_size)
     trace: list[dict[str, Any]] = []
     stopped_calls = wrong_stops = same_tokens = compared_tokens = 0
-    never = workload.vocab_size - 1
+    never = vocabulary - 1
     answer: torch.Tensor | None = None
-    for index, shape in enumerate(schedule(workload, count)):
+    for index, shape in enumerate(schedule(sizes, count)):
         if index and index % 5 == 0 and not shape.stops:  # a stopped call repeats the call before it: same weights
             system.train_step(system.rollout())
             system.engine.eval()
-        ids = build_prompts(workload, device, shape.batch, shape.prompt_tokens)
+        batch = build_batch(system.workload, vocabulary, system.device, shape.batch, shape.prompt_tokens)
         ends = [never]
         if shape.stops and answer is not None:
             produced = answer.shape[1] - shape.prompt_tokens
             columns = [shape.prompt_tokens + (2 + row * 7) % produced for row in range(shape.batch)]
             ends += sorted({int(answer[row, column]) for row, column in enumerate(columns)})
         arguments = {**generate_arguments(shape.new_tokens), "min_new_tokens": 0, "eos_token_id": ends}
-        tokens = system.generate(ids, **arguments).cpu()
+        tokens = system.generate(batch, **arguments).cpu()
         wrong_stops += not stops_rightly(tokens, ends, shape)
         if shape.stops and answer is not None:
             stopped_calls += 1

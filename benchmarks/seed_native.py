@@ -17,11 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import summary
-from benchmarks.client import Stage, Worker
-from benchmarks.workload import FULL, TINY, Workload
+from benchmarks import mixed, summary
+from hepatch.bench.client import Place, Stage, Worker
+from hepatch.bench.spread import machine, spread
+from hepatch.bench.workload import Workload
 
+FULL = Workload("opt-1.3b")
+TINY = Workload("tiny", dtype="fp32", batches=(4,), prompt_tokens=24, new_tokens=12)
 NAMES = ("unpatched", "static-cache", "hepatch")
+_SYSTEMS = {"hepatch": "native"}
+"""Systems whose name in a result is not their key in `hepatch.bench.systems`."""
 
 
 class Run:
@@ -29,6 +34,7 @@ class Run:
 
     def __init__(self, workload: Workload, options: argparse.Namespace, folder: Path, result: dict[str, Any]) -> None:
         self.workload, self.options, self.folder, self.result = workload, options, folder, result
+        self.place = Place(options.device, folder, options.timeout, options.build_op)
         self.workers: dict[str, Worker] = {}
         self.cold: Worker | None = None
         self.systems: dict[str, Any] = result["systems"]
@@ -62,16 +68,24 @@ class Run:
                 if worker:
                     worker.stop()
 
+    def start(self, name: str, tag: str = "") -> Worker:
+        """A process of a system; a call that leaves hepatch's region is an error there."""
+        return Worker(
+            _SYSTEMS.get(name, name),
+            self.workload,
+            self.place,
+            cache=f"{name}-cache",
+            tag=tag,
+            environment={"HEPATCH_STRICT": "1"},
+            commands_of=mixed.Commands,
+        )
+
     def build(self) -> None:
         """All processes build at once; one that fails is left out of what follows."""
         names = self.options.systems
-        started = {
-            name: Worker(name, self.workload, self.options, self.folder, cache=f"{name}-cache") for name in names
-        }
+        started = {name: self.start(name) for name in names}
         if "hepatch" in names:
-            started["cold"] = Worker(
-                "hepatch", self.workload, self.options, self.folder, cache="hepatch-cache", tag="cold"
-            )
+            started["cold"] = self.start("hepatch", tag="cold")
         for worker in started.values():
             worker.send("build")
         weights: set[float] = set()
@@ -129,7 +143,7 @@ class Run:
         for name in names:
             if not times[name]["prefill"]:
                 continue
-            whole, prefill = summary.spread(times[name]["generate"]), summary.spread(times[name]["prefill"])
+            whole, prefill = spread(times[name]["generate"]), spread(times[name]["prefill"])
             per_step = (whole["median"] - prefill["median"]) / (self.workload.new_tokens - 1)
             fields = {
                 "generate_ms": whole["median"],
@@ -162,7 +176,7 @@ class Run:
 
     def mix(self, worker: Worker) -> None:
         """The calls of mixed shapes, then hepatch's own report."""
-        self.result["mixed"] = worker.ask("mixed", self.options.mixed)
+        self.result["mixed"] = worker.ask("mixed", self.options.mixed, self.options.tiny)
         self.say("mixed calls", {key: value for key, value in self.result["mixed"].items() if key != "trace"})
         self.result["report"] = worker.ask("report")
         print(self.result["report"]["text"], flush=True)
@@ -171,7 +185,8 @@ class Run:
         """The device's copy rate and the profiles that were asked for."""
         if self.options.device != "cpu" and self.workers:
             with self.stage("copy rate"):
-                self.result["copy_tb_per_s"] = round(next(iter(self.workers.values())).ask("copy_rate"), 3)
+                rate = next(iter(self.workers.values())).ask("copy_rate")
+                self.result["copy_tb_per_s"] = round(rate / 1e3, 3)
         for name in self.options.profile:
             if name in self.workers:
                 with self.stage(f"{name}: profile"):
@@ -212,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del shown[shown.index("--out") : shown.index("--out") + 2]
     result = {
         "command": " ".join(["python -m benchmarks.seed_native", *shown]),
-        "machine": summary.machine(options.device),
+        "machine": machine(options.device),
     }
     result |= {
         "workload": vars(workload) | {"decoding": "greedy, min_new_tokens = max_new_tokens", "zero_stage": 2},

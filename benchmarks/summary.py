@@ -1,15 +1,11 @@
-"""What surrounds the measurements: the machine, spreads, targets, and the floor that memory bandwidth sets."""
+"""What surrounds the seed benchmark's measurements: targets, the table, and the floor that memory bandwidth sets."""
 
 from __future__ import annotations
 
-import os
-import platform
-import statistics
-import subprocess
-from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.workload import Workload
+from hepatch.bench.floor import bytes_per_step
+from hepatch.bench.workload import Workload
 
 COLUMNS = (
     "system",
@@ -20,25 +16,6 @@ COLUMNS = (
     "RLHF iteration, ms",
     "generate, over hepatch's",
 )
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Hardware, without names of hosts."""
-    found: dict[str, Any] = {"cpu_cores": os.cpu_count(), "architecture": platform.machine(), "device": device}
-    if device != "cpu":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        found["gpus"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
-    return found
-
-
-def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Median, least, most and how many, in ms."""
-    return {
-        "median": round(statistics.median(times), 2),
-        "min": round(min(times), 2),
-        "max": round(max(times), 2),
-        "repeats": len(times),
-    }
 
 
 def verdict(name: str, wanted: str, measured: float | bool | None, met: bool) -> dict[str, Any]:
@@ -105,15 +82,16 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def bandwidth(workload: Workload, result: dict[str, Any]) -> None:
     """The least time of a step, from the bytes it must read at the measured copy rate, and each system's share."""
-    layer = 4 * workload.hidden_size**2 + 2 * workload.hidden_size * workload.ffn_dim
-    weights = 2 * (workload.layers * layer + workload.vocab_size * workload.hidden_size)
-    kv = (
-        workload.kv_mib
-        * 2**20
-        * (workload.prompt_tokens + workload.new_tokens / 2)
-        / (workload.prompt_tokens + workload.new_tokens)
+    (rows,) = workload.batches
+    sizes = next(iter(result["systems"].values()))
+    read = bytes_per_step(
+        workload,
+        rows,
+        workload.new_tokens,
+        weights=sizes["weight_bytes_per_step"],
+        kv_token=sizes["kv_bytes_per_token"],
     )
-    floor_ms = (weights + kv) / result["copy_tb_per_s"] / 1e9
+    floor_ms = read / result["copy_tb_per_s"] / 1e9
     result["floor_ms_per_step"] = round(floor_ms, 3)
     for system in (system for system in result["systems"].values() if "ms_per_step" in system):
         system["share_of_floor"] = round(floor_ms / system["ms_per_step"], 3)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hepatch import generate_call, probes
+from hepatch import generate_call, probes, ranges
+from hepatch.call_log import logged
 from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hepatch.region_store import Lease
 
 
+@logged
 def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one call of ``GenerationMixin._sample``.
 
@@ -62,6 +64,7 @@ def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any
     return result
 
 
+@logged
 def watch(
     original: Callable[..., Any], attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
 ) -> Any:
@@ -157,7 +160,8 @@ class _Run:
         assert forward is not None
         prompt = call.prompt_on(state.device)
         attachment.turn(self.lease, call.max_length)
-        last = forward.prefill(kv, prompt)
+        with ranges.prompt(call.batch, call.prompt):
+            last = forward.prefill(kv, prompt)
         attachment.refresh(region)
         attachment.turn(self.lease, call.max_length)
         state.begin(prompt.ids, prompt.mask, prompt.positions, call.request.ignored)
@@ -197,9 +201,10 @@ class _Run:
         assert state is not None
         assert readback is not None
         outcome = readback.after_step()
+        run = ranges.steps(region)
         while self.known < call.max_length and not outcome.stops:
             self._draw()
-            self.region_steps += region.run(RegionKey(lease.rows, lease.window(self.known + 1)))
+            self.region_steps += run(RegionKey(lease.rows, lease.window(self.known + 1)))
             self._keep(state.logits, state.scores)
             self.known += 1
             outcome = readback.after_step()

@@ -100,6 +100,13 @@ def layer_count(model: Any) -> int:
     return int(text_config(model).num_hidden_layers)
 
 
+def attention_heads(model: Any) -> tuple[int, int]:
+    """Heads of the queries, and of keys and values, by the configuration."""
+    config = text_config(model)
+    heads = int(getattr(config, "num_attention_heads", 1))
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+
+
 def max_positions(model: Any) -> int | None:
     """The model's number of positions, or None where it has no limit (alibi)."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
@@ -222,6 +229,14 @@ def autocast_dtype(device: torch.device) -> str | None:
 def is_capturing(device: torch.device) -> bool:
     """Whether somebody is capturing a CUDA graph on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is recording in this thread.
+
+    Source: ``torch._C._autograd._profiler_enabled`` (torch 2.6 to 2.13); `torch.profiler` and `emit_nvtx` set it.
+    """
+    return bool(torch._C._autograd._profiler_enabled())
 
 
 def compiled_graphs() -> int:

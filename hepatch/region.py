@@ -93,6 +93,7 @@ class Region:
         exact = request.selection.deterministic and state.device.type == "cuda"
         self._decoder.compile(backend, exact)
         self._plain_step = _step_of(state, self.chooser, self._decoder, exact)
+        self.name = self._plain_step.__name__
         self._step = _compile(self._plain_step, backend)
 
     def refresh(self, idle_hooks: list[dict[int, Any]]) -> None:

@@ -128,6 +128,14 @@ def c_compiler() -> str | None:
     return os.environ.get("CC") or None
 
 
+def nvtx_tool() -> bool:
+    """Whether a profiler that reads NVTX ranges, such as Nsight Systems, has started this process.
+
+    Source: the NVTX headers (nvtxDetail/nvtxInit.h), which load the tool that NVTX_INJECTION64_PATH names.
+    """
+    return bool(os.environ.get("NVTX_INJECTION64_PATH"))
+
+
 def graph_capture_requested(hybrid_engine_section: Mapping[str, Any]) -> bool | None:
     """Whether a ds_config asks for graph capture, refuses it, or says nothing.
 

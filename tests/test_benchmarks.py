@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, mixed, seed_native, summary
+from benchmarks import mixed, record, seed_native, summary
+from hepatch.bench import memory
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "benchmarks" / "results" / "seed-native.json"
@@ -146,3 +147,20 @@ def test_reserved_memory_is_shown_and_not_judged() -> None:
 )
 def test_growth_of_anything_judged_is_not_flat(trace: list[dict[str, float]], recoveries: int) -> None:
     assert not mixed.judge(trace, recoveries)["flat"]
+
+
+def test_a_recorded_workload_is_kept_by_name_and_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Result, table and picture side by side; what stands behind `--` is for the command."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(record.subprocess, "run", lambda command, check: started.append(command) or Done())
+
+    class Done:
+        returncode = 0
+
+    assert 0 == record.main(["seed", "long", "--out", str(tmp_path / "new"), "--", "--rounds", "3"])
+    assert ["seed", "long"] == [command[command.index("--workload") + 1] for command in started]
+    assert ["--rounds", "3"] == started[0][6:8]
+    assert re.fullmatch(
+        rf"--json={re.escape(str(tmp_path))}/new/bench-seed-transformers-[0-9]+\.[0-9]+\.json", started[0][8]
+    )
+    assert (tmp_path / "new").is_dir()

@@ -69,7 +69,7 @@ def test_the_commands_of_the_readme_are_targets_of_make() -> None:
     """No `make` command is named that make does not know."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
 
-    assert set(re.findall(r"\bmake (demo|test|lint|format|clean|install)\b", README)) <= targets
+    assert set(re.findall(r"\bmake (demo|bench|doctor|test|lint|format|clean|install)\b", README)) <= targets
 
 
 def test_the_tested_versions_are_the_pinned_ones() -> None:
@@ -82,3 +82,31 @@ def test_the_tested_versions_are_the_pinned_ones() -> None:
 
     expected = [pins[name] for name in ("torch", "deepspeed", "transformers")]
     assert expected == [cell.strip() for cell in row.strip("|").split("|")][1:4]
+
+
+def test_troubleshooting_is_in_the_doctors_words() -> None:
+    """What the table quotes is what the doctor prints, letter for letter."""
+    package = Path(settings.__file__).parent
+    source = " ".join(
+        path.read_text(encoding="utf-8") for folder in ("doctor", ".") for path in (package / folder).glob("*.py")
+    )
+    rows = rows_between("doctor")
+
+    assert rows
+    assert [] == [plain(row[0]) for row in rows if plain(row[0]) not in source]
+
+
+def test_every_command_of_the_readme_exists_with_its_options() -> None:
+    """`hepatch doctor --config ...`: the command line knows each word."""
+    from typer.main import get_command
+
+    from hepatch.commands import app
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^hepatch ([a-z]+)(.*)$", "".join(blocks), flags=re.MULTILINE)
+
+    assert {"doctor", "bench"} <= {name for name, _ in lines}
+    for name, rest in lines:
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest.split("#")[0])) <= known

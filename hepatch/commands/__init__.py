@@ -1,10 +1,12 @@
-"""The command line: `hepatch demo`. One file per command; torch is loaded by the command that needs it, not here."""
+"""The command line. One file per command; torch is loaded by the command that needs it, not here."""
 
 from __future__ import annotations
 
 import typer
 
+from hepatch.commands.bench import bench
 from hepatch.commands.demo import demo
+from hepatch.commands.doctor import doctor
 
 app = typer.Typer(
     name="hepatch",
@@ -21,4 +23,6 @@ def _hepatch() -> None:
     pass
 
 
+app.command(name="bench")(bench)
 app.command(name="demo")(demo)
+app.command(name="doctor")(doctor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import hepatch
 from hepatch.commands.actor import Actor
-from hepatch.commands.demo import Step
+from hepatch.commands.progress import Step
 from hepatch.commands.rollout import GREEDY, SAMPLED, Rollout, Update, build_engine, roll_out, update
 
 

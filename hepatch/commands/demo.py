@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hepatch.commands.progress import progress
 from hepatch.commands.prompts import PROMPTS
-
-Step = Callable[[str], AbstractContextManager[None]]
-"""Called with a title, gives a context manager around the work that has it."""
 
 
 def demo(
@@ -39,7 +33,7 @@ def demo(
         )
 
     console = Console()
-    with _progress(console, steps=10 + 2 * cycles) as step:
+    with progress(console, steps=10 + 2 * cycles) as step:
         with step("load torch, DeepSpeed and transformers"):
             from hepatch.commands import actor as actors
             from hepatch.commands import comparison, tables
@@ -54,24 +48,3 @@ def demo(
         console.print(part)
     # Plain and unwrapped: it is made to be pasted into an issue.
     console.print(measured.report, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress(console: Console, steps: int) -> Iterator[Step]:
-    """A bar over all steps, and a line for each that is done, which is all that a pipe or a log shows."""
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
-    with bar:
-        task = bar.add_task("", total=steps)
-
-        @contextmanager
-        def step(title: str) -> Iterator[None]:
-            bar.update(task, description=title)
-            start = time.perf_counter()
-            yield
-            bar.advance(task)
-            console.print(f"{time.perf_counter() - start:7.1f} s  {title}", style="dim", highlight=False)
-
-        yield step
-        bar.update(task, description="done")

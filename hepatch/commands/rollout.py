@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -16,6 +15,7 @@ import deepspeed
 import torch
 
 from hepatch.commands.actor import Actor
+from hepatch.commands.world import join_world_of_one
 
 GREEDY: Mapping[str, Any] = {"do_sample": False}
 SAMPLED: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50}
@@ -59,7 +59,7 @@ def build_engine(actor: Actor, micro_batch: int, new_tokens: int) -> Any:
         micro_batch: rows per training forward; it divides the batch.
         new_tokens: the longest answer.
     """
-    _join_world_of_one(actor)
+    join_world_of_one(cuda=actor.model.device.type == "cuda")
     rows = actor.prompts["input_ids"].shape[0]
     config = {
         "train_batch_size": rows,
@@ -72,27 +72,6 @@ def build_engine(actor: Actor, micro_batch: int, new_tokens: int) -> Any:
     # An optimizer of torch: DeepSpeed's own would be compiled first, which needs a toolkit.
     optimizer = torch.optim.AdamW(actor.model.parameters(), lr=1e-5)
     return deepspeed.initialize(model=actor.model, optimizer=optimizer, config=config)[0]
-
-
-def _join_world_of_one(actor: Actor) -> None:
-    if torch.distributed.is_initialized():
-        return
-    cuda = actor.model.device.type == "cuda"
-    if not cuda:
-        # DeepSpeed would compile its shared-memory collectives for 45 s, under a name that its releases share. One
-        # process has no use for them. Source: deepspeed.comm.torch.build_shm_op.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed asserts that a launcher set this one, and here the demo is the launcher.
-    # Source: deepspeed.runtime.engine.DeepSpeedEngine._do_args_sanity_check.
-    os.environ.setdefault("LOCAL_RANK", "0")  # noqa: TID251
-    # A store in this process needs no port and no further variable, and DeepSpeed takes over the group that it finds.
-    # Source: deepspeed.comm.comm.init_distributed.
-    torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
-        rank=0,
-        world_size=1,
-    )
 
 
 def roll_out(engine: Any, actor: Actor, new_tokens: int, how: Mapping[str, Any]) -> Rollout:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.workload import Workload, build_model
+from hepatch.bench.workload import PAD, Workload, build_model
 
 if TYPE_CHECKING:
     import torch
 
 
-def _logits(model: Any, sequence: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
+def _logits(model: Any, sequence: torch.Tensor, new_tokens: int) -> torch.Tensor:
     """Float32 logits that chose each new token of one row: `[new, vocab]`, teacher-forced over the whole sequence."""
     outputs = model(input_ids=sequence[None], use_cache=False)
-    logits: torch.Tensor = outputs.logits[0, prompt_tokens - 1 : -1].float()
+    logits: torch.Tensor = outputs.logits[0, -new_tokens - 1 : -1].float()
     return logits
 
 
@@ -33,30 +33,35 @@ def compare(model: Any, workload: Workload, reference: torch.Tensor, candidate: 
     import torch
 
     prompt = workload.prompt_tokens
+    # A call that stops early is as long as its longest row: the shorter of the two is padded to the other.
+    columns = max(reference.shape[1], candidate.shape[1])
+    reference, candidate = (
+        torch.nn.functional.pad(rows, (0, columns - rows.shape[1]), value=PAD) for rows in (reference, candidate)
+    )
+    new = columns - prompt
     exact = build_model(workload, str(reference.device), torch.float32)
     exact.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
     differences, noises, agree = [], [], {"reference": 0, "candidate": 0}
     with torch.no_grad():
-        for row in range(reference.shape[0]):
-            expected = _logits(exact, reference[row], prompt)
-            noise = (_logits(model, reference[row], prompt) - expected).abs().amax(1)
+        for row, length in enumerate(workload.prompt_lengths(reference.shape[0])):
+            first, second = (rows[row, prompt - length :] for rows in (reference, candidate))
+            expected = _logits(exact, first, new)
+            noise = (_logits(model, first, new) - expected).abs().amax(1)
             noises.append(noise)
-            agree["reference"] += int((expected.argmax(1) == reference[row, prompt:]).sum())
-            agree["candidate"] += int(
-                (_logits(exact, candidate[row], prompt).argmax(1) == candidate[row, prompt:]).sum()
-            )
+            agree["reference"] += int((expected.argmax(1) == first[-new:]).sum())
+            agree["candidate"] += int((_logits(exact, second, new).argmax(1) == second[-new:]).sum())
             unequal = (reference[row, prompt:] != candidate[row, prompt:]).nonzero()
             if not len(unequal):
                 continue
             step = int(unequal[0])
-            first, second = (int(tokens[row, prompt + step]) for tokens in (reference, candidate))
+            chosen = [int(tokens[row, prompt + step]) for tokens in (reference, candidate)]
             best = expected[step].topk(2).values
-            gap = float((expected[step, first] - expected[step, second]).abs())
+            gap = float((expected[step, chosen[0]] - expected[step, chosen[1]]).abs())
             differences.append(
                 {
                     "row": row,
                     "step": step,
-                    "tokens": [first, second],
+                    "tokens": chosen,
                     "float32_gap": gap,
                     "float32_margin": float(best[0] - best[1]),
                     "noise_at_step": float(noise[step]),

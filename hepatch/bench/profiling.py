@@ -5,15 +5,18 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
+import statistics
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.systems import System
+    import torch
+
+    from hepatch.bench.systems import System
 
 
-def _kernels(system: System, new_tokens: int) -> dict[str, list[float]]:
+def _kernels(system: System, new_tokens: int | None) -> dict[str, list[float]]:
     """Kernel name to [count, microseconds] over one call."""
     import torch
     from torch._C._autograd import DeviceType
@@ -34,7 +37,7 @@ def _kernels(system: System, new_tokens: int) -> dict[str, list[float]]:
 
 
 def _wall_ms(system: System, new_tokens: int, repeats: int = 3) -> float:
-    from benchmarks.systems import synchronize
+    from hepatch.bench.systems import synchronize
 
     times = []
     for _ in range(repeats):
@@ -84,18 +87,48 @@ def compile_times(top: int = 20) -> dict[str, float]:
     return dict(sorted(totals.items(), key=lambda item: -item[1])[:top])
 
 
-def copy_tb_per_s(gib: int = 2) -> float:
-    """Device-to-device copy in TB/s, bytes read plus written, median of nine: the ceiling of a decode step."""
+def kernels_per_step(system: System) -> float | None:
+    """Kernels that a decode step launches or replays: those of a whole call less those of its prompt; None on a CPU."""
+    if system.device == "cpu":
+        return None
+    whole, prompt = (sum(entry[0] for entry in _kernels(system, tokens).values()) for tokens in (None, 1))
+    return round((whole - prompt) / max(1, system.columns - 1), 1)
+
+
+def copy_gb_per_s(device: str) -> float:
+    """Copy within the device's memory in GB/s, bytes read plus written, median of nine: the ceiling of a decode step.
+
+    The buffers, 2 GiB on a GPU and 128 MiB on a CPU, are larger than the caches of either.
+    """
     import torch
 
-    source = torch.empty(gib * 2**30, dtype=torch.uint8, device="cuda").random_(0, 256)
+    size = 2**31 if device != "cpu" else 2**27
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_(0, 256)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    return 2 * size / statistics.median(_copy_s(source, target) for _ in range(9)) / 1e9
+
+
+def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    import torch
+
+    if source.device.type == "cpu":
+        started = time.perf_counter()
         target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * gib * 2**30 / float(sorted(times[1:])[4]) / 1e9
+        return time.perf_counter() - started
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    target.copy_(source)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def compile_s() -> float:
+    """Seconds that this process has spent in Dynamo and what it calls, Inductor included.
+
+    Source: ``torch._dynamo.utils.compilation_time_metrics``, whose phases contain one another;
+    the longest is the whole.
+    """
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return max((sum(seconds) for seconds in compilation_time_metrics.values()), default=0.0)

@@ -9,55 +9,84 @@ import traceback
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import margins, memory, mixed, profiling
-from benchmarks.systems import SYSTEMS, Hepatch, System, synchronize
-from benchmarks.workload import Workload, fingerprint
+from hepatch.bench.systems import SYSTEMS, NotServedError, System, synchronize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hepatch.bench.workload import Workload
 
 
 class Commands:
     """What the parent may ask for; every method returns plain data."""
 
     def __init__(self, system: System) -> None:
+        from hepatch.bench import memory
+
         self.system = system
         self.start = memory.Reading(0, 0, 0, 0, 0)
+        self.peak_mib = 0.0
 
     def build(self) -> dict[str, Any]:
         """Model and engine; the memory reading after it is the floor that `extra_mib` is counted from."""
+        from hepatch.bench import floor
+        from hepatch.bench.workload import fingerprint
+
         self.system.build()
-        weights = fingerprint(self.system.engine.module)
+        module = self.system.engine.module
+        weights = fingerprint(module)
         synchronize(self.system.device)
-        return {"initialize_s": round(self.system.initialize_s, 2), "weights": weights, "versions": versions()}
+        return {
+            "initialize_s": round(self.system.initialize_s, 2),
+            "weights": weights,
+            "weight_bytes_per_step": floor.weight_bytes(module),
+            "kv_bytes_per_token": self.system.kv_token_bytes(),
+            "versions": versions(),
+        }
+
+    def use(self, rows: int, ends: tuple[int, ...] = ()) -> None:
+        """Sets the batch of what follows."""
+        self.system.use(rows, ends)
 
     def generate(self, new_tokens: int | None = None) -> float:
         """One call of the timed workload in ms, the device idle before and after."""
+        from hepatch.bench import memory
+
+        memory.reset_peak()
         synchronize(self.system.device)
         started = time.perf_counter()
         self.system.rollout(new_tokens)
         synchronize(self.system.device)
-        return (time.perf_counter() - started) * 1e3
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        if new_tokens is None:
+            self.peak_mib = memory.peak()
+        return elapsed_ms
 
-    def first_call(self) -> dict[str, Any]:
-        """The process's first generate, then a second: compile and record times."""
+    def first_call(self, again: bool = True) -> dict[str, Any]:
+        """The process's first generate, and a second if it is asked for: compile and record times."""
+        from hepatch.bench import memory, profiling
+
         memory.settle()
         self.start = memory.read()
-        memory.reset_peak()
+        before_s = profiling.compile_s()
         first_s = self.generate() / 1e3
-        peak = memory.peak()
-        second_s = self.generate() / 1e3
+        compile_s = profiling.compile_s() - before_s
+        peak = self.peak_mib
         return {
             "first_call_s": round(first_s, 3),
-            "second_call_s": round(second_s, 3),
+            **({"second_call_s": round(self.generate() / 1e3, 3)} if again else {}),
+            "compile_s": round(compile_s, 3),
             "first_call_peak_allocated_mib": round(peak - self.start.allocated, 1),
             "compile_times_s": profiling.compile_times(),
         }
 
     def memory(self) -> dict[str, Any]:
-        """The memory fields, over one warmed-up call."""
-        memory.reset_peak()
-        self.system.rollout()
-        return memory.extra(self.start, memory.read(), memory.peak(), self.system.cache_mib())
+        """The memory fields: what stays now, and the most within the latest whole call that was timed."""
+        from hepatch.bench import memory
+
+        return memory.extra(self.start, memory.read(), self.peak_mib, self.system.cache_mib())  # noqa: S610 - not Django's
 
     def tokens(self) -> list[list[int]]:
         """Prompt and answer of the timed call."""
@@ -67,6 +96,8 @@ class Commands:
     def compare(self, reference: list[list[int]], candidate: list[list[int]]) -> dict[str, Any]:
         """Token agreement of two answers, judged with this process's weights."""
         import torch
+
+        from hepatch.bench import margins, memory
 
         tensors = (torch.tensor(rows, device=self.system.device) for rows in (reference, candidate))
         result = margins.compare(self.system.engine.module, self.system.workload, *tensors)
@@ -79,23 +110,33 @@ class Commands:
         self.system.engine.eval()
         return measured
 
-    def mixed(self, count: int) -> dict[str, Any]:
-        """The mixed calls (hepatch only)."""
-        assert isinstance(self.system, Hepatch)
-        return mixed.run(self.system, count)
+    def state(self) -> dict[str, Any]:
+        """What a reader of this system's numbers must know, and where hepatch's region was left."""
+        return {"note": self.system.note(), "fallbacks": self.system.fallbacks()}
 
     def report(self) -> dict[str, Any]:
-        """What hepatch reports (hepatch only)."""
-        assert isinstance(self.system, Hepatch)
-        return {**self.system.report(), "text": str(self.system.hepatch.report(self.system.engine))}
+        """What hepatch reports (hepatch's systems only)."""
+        hepatch = sys.modules["hepatch"]
+        report = hepatch.report(self.system.engine)
+        return {**report.to_dict(), "text": str(report)}
+
+    def kernels(self) -> float | None:
+        """Kernels of one decode step."""
+        from hepatch.bench import profiling
+
+        return profiling.kernels_per_step(self.system)
 
     def profile(self) -> dict[str, Any]:
         """Where a step's time goes."""
+        from hepatch.bench import profiling
+
         return profiling.profile_step(self.system)
 
     def copy_rate(self) -> float:
-        """The device's copy bandwidth in TB/s."""
-        rate = profiling.copy_tb_per_s()
+        """The device's copy bandwidth in GB/s."""
+        from hepatch.bench import memory, profiling
+
+        rate = profiling.copy_gb_per_s(self.system.device)
         memory.settle()
         return rate
 
@@ -113,8 +154,7 @@ def versions() -> dict[str, str | None]:
         "transformers": transformers.__version__,
         "cuda": torch.version.cuda,
     }
-    if "hepatch" in sys.modules:
-        found["hepatch"] = sys.modules["hepatch"].__version__
+    found["hepatch"] = sys.modules["hepatch"].__version__
     if torch.cuda.is_available():
         found["triton"] = metadata.version("triton")
     return found
@@ -128,8 +168,11 @@ def serve(
     environment: dict[str, str],
     log: Path,
     build_op: bool,
+    commands_of: Callable[[System], Commands] = Commands,
 ) -> None:
-    """Entry of the process: answers each `(command, arguments)` with `("ok", result)` or `("error", traceback)`.
+    """Entry of the process: answers each `(command, arguments)` with a status and a result.
+
+    The status is "ok", "refused" (the result is a line) or "error" (a traceback).
 
     Args:
         connection: the child's end; None on it ends the process.
@@ -138,16 +181,19 @@ def serve(
         device: "cuda" or "cpu".
         environment: set before anything heavy is imported.
         log: where standard output and error go.
-        build_op: whether the unpatched engine builds DeepSpeed's op.
+        build_op: whether DeepSpeed's op may be built where stock asks for it.
+        commands_of: makes what answers; a benchmark may know more commands.
     """
     os.environ.update(environment)
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    commands = Commands(SYSTEMS[name](workload, device, build_op=build_op))
+    commands = commands_of(SYSTEMS[name](workload, device, build_op=build_op))
     while (message := connection.recv()) is not None:
         command, arguments = message
         try:
             connection.send(("ok", getattr(commands, command)(*arguments)))
-        except Exception:  # noqa: BLE001 - whatever it is, the parent is told
+        except NotServedError as error:
+            connection.send(("refused", str(error)))
+        except BaseException:  # noqa: BLE001 - whatever it is, an exit included, the parent is told
             connection.send(("error", traceback.format_exc()))

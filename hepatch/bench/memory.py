@@ -1,4 +1,4 @@
-"""Device memory as the seed benchmark counts it, in MiB.
+"""Device memory as the benchmarks count it, in MiB.
 
 Two figures of what generating takes beyond weights and KV cache, both from allocations since the reading before the
 process's first generate, and both with what CUDA graph pools reserve and have not allocated:

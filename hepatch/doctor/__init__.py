@@ -1,0 +1,1 @@
+"""`hepatch doctor`: what is installed, what is patched, what a configuration would get, and why."""
