@@ -416,3 +416,17 @@ def test_kernels_that_were_asked_for_and_cannot_be_had_are_refused(
     assert (
         "  fail backend: HEPATCH_BACKEND=kernels, but DeepSpeed has no container for the layers of Qwen2" in done.stdout
     )
+
+
+def test_an_engine_of_the_self_test_that_is_refused_makes_it_eager(
+    doctor: DoctorCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a model the guards cannot judge a static cache; the self-test's engine can."""
+    from hepatch import probes
+
+    monkeypatch.setattr(probes, "static_cache_obstacle", lambda model: "no static cache here")
+
+    done = doctor("--self-test")
+
+    assert 1 == done.exit_code, done.output
+    assert "verdict: eager: refused by static-cache (the self-test's engine) (exit 1)" in done.stdout

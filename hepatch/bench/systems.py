@@ -102,6 +102,11 @@ class System:
 
             OpBuilder._loaded_ops["transformer_inference"] = SimpleNamespace()
 
+    def require_op(self) -> None:
+        """Raises NotServedError where containers were built whose op is not there: they would run on fallbacks."""
+        if self.engine._inference_containers and not self.build_op:
+            raise NotServedError("this DeepSpeed builds containers for this model; run again with --build-op")
+
     def use(self, rows: int, ends: Sequence[int] = ()) -> None:
         """Sets the batch of the calls that follow."""
         vocabulary = int(self.engine.module.config.get_text_config(decoder=True).vocab_size)
@@ -176,8 +181,7 @@ class Unpatched(System):
     def build(self) -> None:
         """As the base class; raises NotServedError if containers were built, since then the op would be needed."""
         super().build()
-        if self.engine._inference_containers and not self.build_op:
-            raise NotServedError("this DeepSpeed builds containers for this model; run again with --build-op")
+        self.require_op()
 
     def generate(self, batch: Batch, **arguments: Any) -> torch.Tensor:
         """The model's own `generate`, eager; with containers DeepSpeed lets it lead to the engine's."""
@@ -220,6 +224,7 @@ class Rollout(System):
     def build(self) -> None:
         """As the base class, then the rollout engine around the hybrid engine."""
         super().build()
+        self.require_op()
         try:
             from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
         except ImportError as error:

@@ -72,6 +72,7 @@ def doctor(
             try:
                 found.self_test, report = selftest.run(stage, step)
                 found.self_test_report = str(report)
+                found.self_test_refusals = [refusal.rule for refusal in report.refusals]
                 # An engine that ran knows better than a guess from its configuration.
                 found.backend = report.backend if found.verdict is Verdict.REGION else found.backend
             except Exception as error:  # noqa: BLE001 - what a user's engine would meet

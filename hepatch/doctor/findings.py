@@ -92,6 +92,7 @@ class Diagnosis:
         hook_traceback: the traceback of what kept the patches off, None where nothing did.
         self_test: its comparisons; empty where it was not asked for.
         self_test_report: `hepatch.report` of its engine.
+        self_test_refusals: rules that refused its calls; with no model given, the guards above could not know.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -106,15 +107,21 @@ class Diagnosis:
     hook_traceback: str | None = None
     self_test: list[Check] = field(default_factory=list)
     self_test_report: str | None = None
+    self_test_refusals: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
         """What the exit status says."""
         if self.problems or any(not check.passed for check in self.self_test):
             return Verdict.BROKEN
-        if any(guard.outcome == "fail" for guard in self.guards):
+        if self._refused:
             return Verdict.EAGER
         return Verdict.REGION
+
+    @property
+    def _refused(self) -> list[str]:
+        refused = [guard.rule for guard in self.guards if guard.outcome == "fail"]
+        return refused or [f"{rule} (the self-test's engine)" for rule in self.self_test_refusals]
 
     @property
     def summary(self) -> str:
@@ -122,9 +129,8 @@ class Diagnosis:
         if self.verdict is Verdict.BROKEN:
             bad = [*self.problems, *(f"self-test: {check.name}" for check in self.self_test if not check.passed)]
             return f"broken: {bad[0]}"
-        refused = [guard.rule for guard in self.guards if guard.outcome == "fail"]
-        if refused:
-            return f"eager: refused by {', '.join(refused)}"
+        if self._refused:
+            return f"eager: refused by {', '.join(self._refused)}"
         return f"a region would run ({self.backend})"
 
     def to_dict(self) -> dict[str, Any]:
