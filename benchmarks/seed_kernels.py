@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a smaller model and short answers, to try every line")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each system")
-    parser.add_argument("--iterations", type=int, default=4, help="measured RLHF iterations of each system")
+    parser.add_argument("--iterations", type=int, default=8, help="measured RLHF iterations of each system")
     parser.add_argument("--seconds", type=float, default=160.0, help="limit of the first run, twice the second's")
     return parser.parse_args(arguments)
 
@@ -96,7 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step = Shown().step
     with tempfile.TemporaryDirectory() as folder:
         place = Place(options.device, Path(folder), timeout=120.0, build_op=True)
-        plan = Plan(SYSTEMS, rounds=options.rounds, iterations=options.iterations, seconds=options.seconds)
+        plan = Plan(
+            SYSTEMS,
+            rounds=options.rounds,
+            iterations=options.iterations,
+            seconds=options.seconds,
+            train_in_turns=True,
+        )
         result = Run(seed, plan, place, step, command).measure()
         plan = replace(plan, systems=(Unpatched.name, Kernels.name), rounds=3, iterations=0, kernels=False)
         others = Run(sweep, replace(plan, seconds=options.seconds / 2), place, step, command).measure()

@@ -263,7 +263,7 @@ class Attachment:
             self.drop_regions()
         if self.kv is None or self.state is None or self.regions is None:
             self.kv = self.forward.new_kv()
-            self.state = StepState(self.device, probes.vocabulary(self.model))
+            self.state = StepState(self.device, probes.vocabulary(self.model), **self._least_sizes())
             self.regions = RegionStore(self._build, self._leases(), self._most_recordings)
         region = self.regions.region(request)
         lease = self.regions.lease(region, *call)
@@ -296,6 +296,17 @@ class Attachment:
         if self._memory not in (None, containers.memory):
             self.drop_regions()
         self._memory = containers.memory
+
+    def _least_sizes(self) -> dict[str, int]:
+        """Sizes below which a batch's buffers are not made.
+
+        With a recording for each position, one buffer that moves voids many; with containers the largest sizes are
+        known.
+        """
+        if self.containers is None:
+            return {}
+        rows = self.containers.rows
+        return {"least_rows": rows, "least_tokens": rows * (self.containers.max_tokens + 1)}
 
     def _leases(self) -> BucketLeases | ExactLeases:
         return BucketLeases(self.settings.bucket_tokens) if self.containers is None else ExactLeases()

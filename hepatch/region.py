@@ -86,6 +86,7 @@ class Region:
         self._signature: int | None = None
         self._ran = False
         self._relocations = state.relocations
+        self._addresses = state.addresses
         self.thread = threading.get_ident()
         self.autocast = probes.autocast_dtype(state.device)
         self._counters = counters
@@ -105,8 +106,8 @@ class Region:
         if self._signature is not None and self._signature != self._look():
             self._signature = None
             self.state.relocate()
-        if self._relocations != self.state.relocations:
-            self._relocations = self.state.relocations
+        if (self._relocations, self._addresses) != (self.state.relocations, self.state.addresses):
+            self._relocations, self._addresses = self.state.relocations, self.state.addresses
             # Warm already, but each key's next run has to be a recording.
             self.visits = Counter(dict.fromkeys(self.visits, 1))
             self._known.clear()

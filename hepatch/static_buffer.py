@@ -38,6 +38,11 @@ class StaticBuffer:
         """Bytes held on the device."""
         return int(self._flat.nbytes)
 
+    @property
+    def address(self) -> int:
+        """Where the memory is, 0 while there is none."""
+        return self._flat.data_ptr()
+
     def reserve(self, elements: int) -> None:
         """Makes room. Memory that is too small is given up first, with what it held; the address changes then."""
         if elements <= self._flat.numel():

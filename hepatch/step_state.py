@@ -17,6 +17,8 @@ class StepState:
     Args:
         device: where the model is.
         vocabulary: width of the logits.
+        least_rows: rows for which memory is made at the least, so that no later call of fewer moves it.
+        least_tokens: the same for rows times positions.
 
     Attributes:
         tokens: int64 `[rows, 1]`, the newest token of each row.
@@ -38,8 +40,9 @@ class StepState:
     finished: torch.Tensor
     ignored: torch.Tensor
 
-    def __init__(self, device: torch.device, vocabulary: int) -> None:
+    def __init__(self, device: torch.device, vocabulary: int, *, least_rows: int = 0, least_tokens: int = 0) -> None:
         self.device = device
+        self._least_rows, self._least_tokens = least_rows, least_tokens
         self.position = make_static(torch.zeros(1, dtype=torch.long, device=device))
         self.status = make_static(torch.zeros(2, dtype=torch.long, device=device))
         self.noise: torch.Tensor | None = None
@@ -71,6 +74,11 @@ class StepState:
         self._memory["tokens"].relocate()
         self.tokens = self._memory["tokens"].face(self.tokens.shape[0], 1, dynamic=(0,))
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers are; a recording is of no use once one has moved."""
+        return tuple(buffer.address for buffer in self._memory.values())
+
     def reserve(self, rows: int, tokens: int, *, noise: bool, scores: bool, logits: bool) -> None:
         """Makes room for a call and makes the faces of its rows current.
 
@@ -82,9 +90,9 @@ class StepState:
             logits: whether the call returns raw logits.
         """
         for name in ("mask", "ids"):
-            self._memory[name].reserve(tokens)
+            self._memory[name].reserve(max(tokens, self._least_tokens))
         for name in ("tokens", "row_positions", "finished", "ignored"):
-            self._memory[name].reserve(rows)
+            self._memory[name].reserve(max(rows, self._least_rows))
         self.tokens = self._memory["tokens"].face(rows, 1, dynamic=(0,))
         self.row_positions = self._memory["row_positions"].face(rows, 1, dynamic=(0,))
         self.finished = self._memory["finished"].face(rows, dynamic=(0,))
@@ -92,7 +100,7 @@ class StepState:
         for name, wanted in (("noise", noise), ("scores", scores), ("logits", logits)):
             face = None
             if wanted:
-                self._memory[name].reserve(rows * self._vocabulary)
+                self._memory[name].reserve(max(rows, self._least_rows) * self._vocabulary)
                 face = self._memory[name].face(rows, self._vocabulary, dynamic=(0,))
             setattr(self, name, face)
 

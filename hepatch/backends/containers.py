@@ -155,6 +155,11 @@ class Containers:
         self.stack.step_aside()
 
     @property
+    def rows(self) -> int:
+        """Rows that the workspace holds."""
+        return self._rows
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the workspace."""
         return self.workspace_bytes(self._rows)

@@ -40,6 +40,8 @@ class Plan:
         iterations: RLHF-shaped iterations of each system; 0: no training.
         kernels: whether kernels per step are counted (on a GPU).
         seconds: the whole run's limit; rounds, then iterations are cut short to keep it.
+        train_in_turns: iterations take turns as well. Every optimizer's memory is held at once, so that only few
+            systems can.
     """
 
     systems: tuple[str, ...] = tuple(SYSTEMS)
@@ -47,6 +49,7 @@ class Plan:
     iterations: int = 2
     kernels: bool = True
     seconds: float = 230.0
+    train_in_turns: bool = False
 
     def steps(self, batches: int) -> int:
         """How many steps a progress bar has to count."""
@@ -278,15 +281,34 @@ class Run:
     def _iterations(self) -> None:
         """RLHF-shaped iterations; a process ends after its own, because only then is its optimizer's memory free."""
         rows = self.workload.trained_rows
+        if self.plan.train_in_turns and self.workload.trains:
+            self._iterations_in_turns(rows)
         for name in self.systems:
             with self.step(f"{SYSTEMS[name].title}: RLHF iterations"):
                 worker = self.systems[name].worker
                 if worker is None:
                     continue
-                if self.workload.trains and self.plan.iterations and remaining(self.deadline) > 0:
+                wanted = self.workload.trains and self.plan.iterations and not self.plan.train_in_turns
+                if wanted and remaining(self.deadline) > 0:
                     self._ask(name, "use", rows)
                     self._keep(name, rows, {"iterations": self._ask(name, "iterations", self.plan.iterations)})
                 worker = self.systems[name].worker
                 self.systems[name].worker = None
                 if worker is not None:
                     worker.stop(patience_s=5.0)
+
+    def _iterations_in_turns(self, rows: int) -> None:
+        """One unmeasured iteration of every system, then measured ones, another system first each time."""
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in self.live}
+        for name in runs:
+            self._ask(name, "use", rows)
+            self._ask(name, "iterations", 0)
+        for turn in range(self.plan.iterations):
+            names = list(self.live)
+            first = turn % len(names) if names else 0
+            with self.step(f"RLHF iterations, round {turn + 1} of {self.plan.iterations}"):
+                for name in names[first:] + names[:first]:
+                    runs[name] += self._ask(name, "iterations", 1, False) or []
+        for name, measured in runs.items():
+            if measured:
+                self._keep(name, rows, {"iterations": measured})

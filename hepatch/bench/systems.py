@@ -177,11 +177,19 @@ class Unpatched(System):
 
     name = "unpatched"
     title = "DeepSpeed HybridEngine"
+    _thawed = 0
 
     def build(self) -> None:
-        """As the base class; raises NotServedError if containers were built, since then the op would be needed."""
+        """As the base class; raises NotServedError if containers were built, since then the op would be needed.
+
+        With containers DeepSpeed freezes the language model head. It is thawed: a training step that leaves a part out
+        is no measure for one that does not.
+        """
         super().build()
         self.require_op()
+        for weight in self.engine.module.parameters():
+            self._thawed += not weight.requires_grad
+            weight.requires_grad_(True)
 
     def generate(self, batch: Batch, **arguments: Any) -> torch.Tensor:
         """The model's own `generate`, eager; with containers DeepSpeed lets it lead to the engine's."""
@@ -189,8 +197,10 @@ class Unpatched(System):
         return tokens
 
     def note(self) -> str | None:
-        """Which layers ran."""
-        return None if self.engine._inference_containers else "no inference containers: the model's own layers"
+        """Which layers ran, and what was made to train."""
+        if not self.engine._inference_containers:
+            return "no inference containers: the model's own layers"
+        return f"{self._thawed} weights that DeepSpeed freezes were thawed" if self._thawed else None
 
 
 class CudaGraph(Unpatched):

@@ -104,9 +104,11 @@ class Commands:
         memory.settle()
         return result
 
-    def iterations(self, count: int) -> list[dict[str, float]]:
-        """`count` RLHF-shaped iterations after one unmeasured (the optimizer's first step allocates its state)."""
-        measured = [self.system.iteration() for _ in range(count + 1)][1:]
+    def iterations(self, count: int, warm_up: bool = True) -> list[dict[str, float]]:
+        """`count` RLHF-shaped iterations, after one unmeasured (the optimizer's first step allocates its state)."""
+        if warm_up:
+            self.system.iteration()
+        measured = [self.system.iteration() for _ in range(count)]
         self.system.engine.eval()
         return measured
 
