@@ -80,7 +80,8 @@ def test_sixty_mixed_calls(actor):
     for _ in range(2):
         for call in actor.calls:
             assert eager_containers.answer(actor.engine, call, actor.device) == call["answer"], call["columns"]
-            assert hepatch.report(actor.engine).last_call.path == "fused"
+            report = hepatch.report(actor.engine)
+            assert report.last_call.path == "fused", (report.last_call, report.failures)
             memory.append(allocated())
             recordings.append(hepatch.report(actor.engine).recordings)
     report = hepatch.report(actor.engine)
