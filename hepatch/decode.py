@@ -78,8 +78,14 @@ def watch(
     prompt = args[0] if args else kwargs.get("input_ids")
     if prompt is None:
         return original(*args, **kwargs)
-    call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
-    reason = attachment.refuse(judge(attachment.facts(call)))
+    try:
+        call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
+        reason = attachment.refuse(judge(attachment.facts(call)))
+    except HepatchError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in `sample`: what cannot be judged is still the user's call
+        attachment.unreadable(error)
+        return original(*args, **kwargs)
     attachment.counters.eager_calls += 1
     result = original(*args, **kwargs)
     attachment.last_call = _last_call(prompt, result, "eager", reason, region_steps=0)

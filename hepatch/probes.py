@@ -83,8 +83,14 @@ def static_cache_obstacle(model: Any) -> str | None:
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the decoder."""
-    return model.config.get_text_config(decoder=True)
+    """The configuration of the decoder.
+
+    Source: ``PreTrainedConfig.get_text_config`` (transformers 4.45 and later); before it a configuration has no parts
+    that a causal LM's could be one of.
+    """
+    config = model.config
+    of_decoder = getattr(config, "get_text_config", None)
+    return config if of_decoder is None else of_decoder(decoder=True)
 
 
 def layer_count(model: Any) -> int:
