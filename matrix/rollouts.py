@@ -147,11 +147,11 @@ def _calls(generate: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _parts(output: Any) -> dict[str, Any]:
-    """A dict output as data: its fields, the tokens, and each step's best score, rounded."""
+    """A dict output as data: its fields, the tokens, and each step's best score, to five places."""
     return {
         "fields": sorted(name for name, value in output.items() if value is not None),
         "sequences": output.sequences.tolist(),
-        "scores": [[round(value, 3) for value in step.max(-1).values.tolist()] for step in output.scores],
+        "scores": [[round(value, 5) for value in step.max(-1).values.tolist()] for step in output.scores],
     }
 
 

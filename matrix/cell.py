@@ -1,0 +1,239 @@
+"""Runs one cell: `python -m matrix.cell DEEPSPEED TRANSFORMERS [--torch VERSION] [--check]`.
+
+Three sides, each in processes of its own, answer for each model: transformers alone (the oracle), DeepSpeed as it
+comes, and DeepSpeed with hepatch. Then the patch suite and the contract tests run against the same releases. What came
+out is written to `matrix/results.json`; with `--check` it is compared with what is written there instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matrix import hosts, results
+from matrix.pairs import TORCH, Pair
+from tests import forked
+
+SCORE_TOLERANCE = 2e-3
+SECONDS_PER_SUITE = 900
+SUITES = {
+    "patches": ["tests/test_patching.py", "tests/test_targets.py", "tests/test_orders_real.py"],
+    "contracts": ["tests/contracts"],
+}
+"""Test files that each cell runs against its releases, by what they are about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model as each side meets it.
+
+    Attributes:
+        family: a key of `tests.engines.FAMILIES`.
+        stage: ZeRO stage.
+        backend: the `torch.compile` backend of regions. Inductor takes half a minute, so one model is enough.
+    """
+
+    family: str
+    stage: int = 0
+    backend: str = "eager"
+
+    @property
+    def name(self) -> str:
+        """The case's name in the results."""
+        return f"{self.family}, ZeRO-{self.stage}" if self.stage else self.family
+
+
+CASES = (
+    Case("opt"),
+    Case("llama", backend="inductor"),
+    Case("gpt_neox"),
+    Case("bloom"),
+    Case("qwen2"),
+    Case("llama", stage=2),
+    Case("qwen2", stage=3),
+)
+
+_SHARED = ("torch", "transformers", "transformers.generation.utils", "tests.engines", "matrix.rollouts")
+
+
+def run(pair: Pair) -> dict[str, Any]:
+    """One cell's record, as `matrix.results` keeps it.
+
+    Raises:
+        hosts.InstallError: a release does not install.
+    """
+    start = time.perf_counter()
+    environment = hosts.environment(pair)
+    record: dict[str, Any] = {"pair": dataclasses.asdict(pair), "versions": _versions(environment)}
+    record["models"] = _models(environment)
+    record["suites"] = {name: _suite(files, environment) for name, files in SUITES.items()}
+    record["passed"] = not list(results.faults(record))
+    record["seconds"] = round(time.perf_counter() - start)
+    return record
+
+
+def _versions(environment: dict[str, str]) -> dict[str, str]:
+    """What the cell's processes really import, and under which Python."""
+    code = (
+        "import platform, torch, deepspeed, transformers; print('versions', torch.__version__, deepspeed.__version__,"
+        " transformers.__version__, platform.python_version())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=hosts.ROOT, capture_output=True, text=True, check=False
+    )
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("versions ")]
+    if not found:
+        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1]}
+    return dict(zip(("torch", "deepspeed", "transformers", "python"), found[0], strict=True))
+
+
+def _models(environment: dict[str, str]) -> dict[str, Any]:
+    own = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    own["PYTHONPATH"] = environment["PYTHONPATH"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        forked.Forks(_SHARED, own) as plain,
+        forked.Forks(("deepspeed", *_SHARED), own) as stock,
+        forked.Forks(("hepatch", "deepspeed", *_SHARED), own) as patched,
+    ):
+        found = {}
+        for case in CASES:
+            order = {"family": case.family, "stage": case.stage, "trained": os.path.join(folder, "trained")}
+            backend = {"HEPATCH_COMPILE_BACKEND": case.backend}
+            ours = patched.run("matrix.rollouts:patched", order, backend)
+            if not os.path.exists(order["trained"]):
+                order["trained"] = ""
+            oracle = plain.run("matrix.rollouts:plain", order)
+            theirs = stock.run("matrix.rollouts:stock", order)
+            found[case.name] = _compared(oracle, theirs, ours)
+            if order["trained"]:
+                os.remove(order["trained"])
+    return found
+
+
+def _compared(oracle: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a case: stock's outcome, hepatch's, and what is wrong with it."""
+    if "error" in oracle:
+        return {"stock": "?", "hepatch": "?", "wrong": [f"the oracle failed: {_line(oracle)}"]}
+    truth = oracle["result"]
+    judged: dict[str, Any] = {"stock": _stock_outcome(truth, stock)}
+    if "error" in ours:
+        return {**judged, "hepatch": f"fails: {_line(ours)}", "wrong": [f"fails with hepatch: {_line(ours)}"]}
+    got = ours["result"]
+    path = got["greedy path"]
+    judged["hepatch"] = "native" if path["path"] == "fused" else f"eager: {path['reason']}"
+    judged["wrong"] = list(_wrong(truth, stock.get("result", {}), got))
+    return judged
+
+
+def _wrong(truth: dict[str, Any], stock: dict[str, Any], got: dict[str, Any]) -> Iterator[str]:
+    if got["weights"] != truth["weights"]:
+        yield "initialize changed the weights"
+    if got["engine.generate"] != truth["before"]["greedy"]:
+        yield "engine.generate: other tokens than the oracle's"
+    for when in ("before", "after"):
+        for name, expected in truth.get(when, {}).items():
+            if not _same(expected, got[when][name]):
+                yield f"{name}, {when} the optimizer's step: not what the oracle gives"
+    if "after" not in truth:
+        yield "the weights after the optimizer's step were not handed over"
+    elif truth["after"]["greedy"] == truth["before"]["greedy"]:
+        yield "the optimizer's step did not change the tokens, so nothing was shown"
+    if got["cache"] != truth["cache"]:
+        yield f"a KV cache of the caller's holds {got['cache']} tokens after generate instead of {truth['cache']}"
+    if got["greedy path"] != got["greedy path after"]:
+        yield f"the path changed with the optimizer's step: {got['greedy path after']}"
+    if got["path"]["failures"] or got["path"]["recoveries"]:
+        yield f"a region failed: {got['path']['failures']}"
+    loss = stock.get("train", {}).get("result")
+    if loss is not None and loss != got["loss"]:
+        yield f"the loss of the step is {got['loss']!r} and stock's {loss!r}"
+
+
+def _same(expected: Any, got: Any) -> bool:
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return expected.keys() == got.keys() and all(_same(expected[name], got[name]) for name in expected)
+    if isinstance(expected, list) and isinstance(got, list):
+        return len(expected) == len(got) and all(map(_same, expected, got))
+    if isinstance(expected, float) and isinstance(got, float):
+        return abs(expected - got) <= SCORE_TOLERANCE
+    return bool(expected == got)
+
+
+def _stock_outcome(truth: dict[str, Any], stock: dict[str, Any]) -> str:
+    """The first thing that goes wrong without hepatch, or "works"."""
+    if "error" in stock:
+        return f"dies: {_line(stock)}"
+    for step, outcome in stock["result"].items():
+        if "error" in outcome:
+            return f"{step}: {_line(outcome)}"
+        if step == "initialize" and outcome["result"] != truth["weights"]:
+            return "initialize: damages the weights"
+        if step.endswith("generate") and outcome["result"] != truth["before"]["greedy"]:
+            return f"{step}: wrong tokens"
+    return "works"
+
+
+def _line(error: dict[str, Any]) -> str:
+    first = (error["message"].strip().splitlines() or [""])[0]
+    return f"{error['error']}: {first}".replace(str(hosts.ROOT), ".")
+
+
+def _suite(files: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """How many tests passed and which failed, from pytest's own report."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=hosts.ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS_PER_SUITE,
+        )
+        if not report.exists():
+            return {"passed": 0, "skipped": 0, "failed": [(done.stderr.strip().splitlines() or ["no report"])[-1]]}
+        # Written by the pytest that was just started here.
+        cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "skipped": len(skipped),
+        "failed": sorted(f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}" for case in failed),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one cell; 0 where it is green."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("deepspeed", help="a version, or newest")
+    parser.add_argument("transformers", help="a version, or newest")
+    parser.add_argument("--torch", default=TORCH)
+    parser.add_argument("--check", action="store_true", help="compare with the recorded result and write nothing")
+    given = parser.parse_args(arguments)
+    pair = hosts.resolved(Pair(given.deepspeed, given.transformers, given.torch))
+    record = run(pair)
+    print(results.told(pair.name, record))
+    if given.check:
+        changed = results.changed(pair, record)
+        for line in changed:
+            print(f"  not as recorded: {line}")
+        return 1 if changed or not record["passed"] else 0
+    results.write(pair, record)
+    return 0 if record["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
