@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 STOPPING_MODULE = "transformers.generation.stopping_criteria"
 # Model arguments that a region hands over, or that change nothing in what it computes.
-HANDLED = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *probes.CACHE_KEYWORDS)
+HANDLED = (
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "num_logits_to_keep",
+    "cache_position",
+    *probes.CACHE_KEYWORDS,
+)
 
 
 @dataclass(frozen=True)
