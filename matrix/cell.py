@@ -74,16 +74,21 @@ def run(pair: Pair) -> dict[str, Any]:
     start = time.perf_counter()
     environment = hosts.environment(pair)
     record: dict[str, Any] = {"pair": dataclasses.asdict(pair), "versions": _versions(environment)}
-    record["models"] = _models(environment)
-    record["suites"] = {name: _suite(files, environment) for name, files in SUITES.items()}
+    if "error" in record["versions"]:
+        # A fault of the hosts' own. hepatch must leave it as it is: the same error with it as without.
+        record["inert"] = _versions(environment, first="import hepatch; ") == record["versions"]
+        record["models"] = record["suites"] = {}
+    else:
+        record["models"] = _models(environment)
+        record["suites"] = {name: _suite(files, environment) for name, files in SUITES.items()}
     record["passed"] = not list(results.faults(record))
     record["seconds"] = round(time.perf_counter() - start)
     return record
 
 
-def _versions(environment: dict[str, str]) -> dict[str, str]:
-    """What the cell's processes really import, and under which Python."""
-    code = (
+def _versions(environment: dict[str, str], first: str = "") -> dict[str, str]:
+    """What the cell's processes really import, and under which Python; `error` alone where they do not load."""
+    code = first + (
         "import platform, torch, deepspeed, transformers; print('versions', torch.__version__, deepspeed.__version__,"
         " transformers.__version__, platform.python_version())"
     )
@@ -97,13 +102,11 @@ def _versions(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _models(environment: dict[str, str]) -> dict[str, Any]:
-    own = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
-    own["PYTHONPATH"] = environment["PYTHONPATH"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        forked.Forks(_SHARED, own) as plain,
-        forked.Forks(("deepspeed", *_SHARED), own) as stock,
-        forked.Forks(("hepatch", "deepspeed", *_SHARED), own) as patched,
+        forked.Forks(_SHARED, environment) as plain,
+        forked.Forks(("deepspeed", *_SHARED), environment) as stock,
+        forked.Forks(("hepatch", "deepspeed", *_SHARED), environment) as patched,
     ):
         found = {}
         for case in CASES:

@@ -57,12 +57,13 @@ NEWEST_PAIR = Pair(NEWEST, NEWEST)
 IN_CI = (Pair("0.16.9", "4.44.2"), Pair("0.19.8", "5.24.0"))
 """What every run of CI covers: the oldest pair, which decodes eagerly, and the newest, which decodes natively."""
 
+_HUB_1 = {"huggingface_hub": "1.33.0", "httpx": "0.28.1", "httpcore": "1.0.9"}
 COMPANIONS = {
     "4.44.2": {"huggingface_hub": "0.36.0", "tokenizers": "0.19.1"},
     "4.48.3": {"huggingface_hub": "0.36.0", "tokenizers": "0.21.4"},
     "4.57.6": {"huggingface_hub": "0.36.0", "tokenizers": "0.22.2"},
-    "5.0.0": {"huggingface_hub": "1.33.0", "tokenizers": "0.22.2"},
-    "5.17.0": {"huggingface_hub": "1.33.0"},
+    "5.0.0": {**_HUB_1, "tokenizers": "0.22.2"},
+    "5.17.0": _HUB_1,
 }
 """What a transformers release needs beside itself, where the installed one does not satisfy it.
 

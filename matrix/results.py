@@ -32,7 +32,9 @@ def write(pair: Pair, record: Record) -> None:
 def faults(record: Record) -> Iterator[str]:
     """What is wrong in a cell, one line each; none where it is green."""
     if "error" in record["versions"]:
-        yield f"the releases do not load: {record['versions']['error']}"
+        if not record["inert"]:
+            yield f"the releases do not load, and with hepatch otherwise than without: {record['versions']['error']}"
+        return
     for name, wanted in record["pair"].items():
         found = record["versions"].get(name, "").partition("+")[0]
         if found and found != wanted:
