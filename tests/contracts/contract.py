@@ -78,27 +78,48 @@ def show(owner: Any, name: str, make: Callable[[], Any]) -> None:
         make: gives what hepatch sees, or raises what it is to get.
     """
 
-    def read(target: Any, wanted: str, original: Callable[[Any, str], Any]) -> Any:
-        reader = sys._getframe(2).f_globals.get("__name__", "")
-        if wanted == name and reader.partition(".")[0] == "hepatch":
-            return make()
-        return original(target, wanted)
-
-    if isinstance(owner, types.ModuleType):
-        kind = type(owner)
-
-        class Moved(kind):
-            def __getattribute__(self, wanted):
-                return read(self, wanted, kind.__getattribute__)
-
-        owner.__class__ = Moved
+    if not isinstance(owner, types.ModuleType):
+        setattr(owner, name, _shown(owner, name, make))
         return
-    before = owner.__getattribute__
+    kind = type(owner)
 
-    def getattribute(self, wanted):
-        return read(self, wanted, before)
+    class Moved(kind):
+        def __getattribute__(self, wanted):
+            if wanted == name and _reader_is_hepatch():
+                return make()
+            return kind.__getattribute__(self, wanted)
 
-    owner.__getattribute__ = getattribute
+    # Not a plain assignment: a module of settings takes it for one of them.
+    types.ModuleType.__setattr__(owner, "__class__", Moved)
+
+
+def _shown(owner: type, name: str, make: Callable[[], Any]) -> property:
+    """The attribute of instances, as the host has it for everybody but hepatch."""
+    missing = object()
+    inherited = getattr(owner, name, missing)
+    raw = next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), missing)
+
+    def read(self):
+        if _reader_is_hepatch():
+            return make()
+        if name in self.__dict__:
+            return self.__dict__[name]
+        if inherited is missing:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return raw.__get__(self, type(self)) if hasattr(raw, "__get__") else raw
+
+    def write(self, value):
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
+def _reader_is_hepatch() -> bool:
+    # This function, what stands for the attribute, and then whoever reads, perhaps through the class's own lookup.
+    reader = sys._getframe(2)
+    while reader.f_code.co_name == "__getattribute__" and reader.f_back is not None:
+        reader = reader.f_back
+    return reader.f_globals.get("__name__", "").partition(".")[0] == "hepatch"
 
 
 def hide(owner: Any, name: str) -> Callable[[], None]:

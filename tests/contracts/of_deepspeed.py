@@ -117,13 +117,15 @@ def _graphs_hold():
 
 
 def _graphs_moved():
-    """Decode graphs are in force under a name that hepatch does not know: a forward that stands on the root."""
+    """DeepSpeed's decode graphs are in force under a name that hepatch does not know."""
+    from deepspeed.runtime.hybrid_engine_graph import DecodeGraphCache
+
     original = vars(_class())["eval"]
 
     def evaluate(engine):
         result = original(engine)
         forward = type(engine.module).forward.__get__(engine.module)
-        engine.module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+        engine.module.forward = DecodeGraphCache(forward, max_positions=engines.POSITIONS)
         return result
 
     _class().eval = evaluate
@@ -309,10 +311,10 @@ CONTRACTS = (
     Contract(
         "deepspeed.runtime.engine.DeepSpeedEngine.device",
         ("weights_offloaded",),
-        Then.EAGER,
+        # The engine answers for what it has not with its module's, and a model of transformers has a device.
+        Then.NATIVE,
         _device_holds,
         {"renamed": lambda: hide(_class(), "device")()},
-        says="[attach]: AttributeError",
     ),
     Contract(
         "deepspeed.runtime.engine (hooks on the root module)",
@@ -325,10 +327,9 @@ CONTRACTS = (
     Contract(
         f"{_ENGINE}._decode_graphs",
         ("set_aside_decode_graphs", "give_back_decode_graphs"),
-        Then.EAGER,
+        Then.NATIVE,
         _graphs_hold,
         {"renamed": _graphs_moved},
         since="0.19.6",
-        before=Then.NATIVE,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import torch
 
@@ -102,8 +103,11 @@ def _no_layered_cache():
 
     original = cache_utils.Cache.__init__
 
-    def init(self, layer_classes, *args, **kwargs):
-        original(self, layer_classes, *args, **kwargs)
+    def init(self, *args, **kwargs):
+        # The release's own caches pass it under its new name.
+        if sys._getframe(1).f_globals["__name__"].startswith("hepatch") and "layers" in kwargs:
+            raise TypeError("Cache.__init__() got an unexpected keyword argument 'layers'")
+        original(self, *args, **kwargs)
 
     cache_utils.Cache.__init__ = init
 
@@ -148,6 +152,20 @@ def _implementation_holds():
     assert config._attn_implementation in ("sdpa", "eager"), config._attn_implementation
     config._attn_implementation_internal = "eager"
     assert config._attn_implementation == "eager"
+
+
+def _implementation_moved():
+    """The inner name is another; the property over it is as it was."""
+
+    def implementation(self):
+        return self.__dict__["_attn_implementation_internal"]
+
+    def gone(self):
+        raise AttributeError("'LlamaConfig' object has no attribute '_attn_implementation_internal'")
+
+    config_class = _config_class()
+    config_class._attn_implementation = property(implementation)
+    config_class._attn_implementation_internal = property(gone)
 
 
 def _text_config_holds():
@@ -266,12 +284,6 @@ def _recorder_holds():
 
 def _recorder_moved():
     """Idle hooks that hepatch does not know as such: it has to call them, and so stays eager."""
-    everywhere = torch.nn.Module.__init__
-
-    def init(self, *args, **kwargs):
-        everywhere(self, *args, **kwargs)
-
-    torch.nn.Module.__init__ = init
     from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 
     original = DeepSpeedHybridEngine.eval
@@ -414,7 +426,7 @@ CONTRACTS = (
         ("attention_registries",),
         Then.NATIVE,
         _implementation_holds,
-        {"renamed": lambda: hide(_config_class(), "_attn_implementation_internal")()},
+        {"renamed": _implementation_moved},
     ),
     Contract(
         "transformers.PreTrainedConfig.get_text_config",

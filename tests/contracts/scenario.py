@@ -40,9 +40,9 @@ def rollout(drift: Callable[[], None]) -> dict[str, Any]:
     model = engines.build_model("llama")
     oracle = engines.oracle(model)
     expected = _answers(oracle.generate)
+    drift()
     import hepatch
 
-    drift()
     engine = engines.build_engine(model)
     engine.eval()
     before = _answers(engine.generate), _answers(engine.module.generate)

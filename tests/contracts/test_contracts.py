@@ -18,7 +18,19 @@ from tests.contracts.checks import CONTRACTS
 from tests.contracts.contract import Contract, Then
 
 DRIFTS = [(contract, kind) for contract in CONTRACTS for kind in contract.drifts]
-PRELOAD = ("torch", "deepspeed", "transformers.generation.utils", "tests.contracts.checks")
+# The compiler takes seconds to load, which every child would pay.
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.cudagraph_trees",
+    "deepspeed",
+    "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "pydantic_settings",
+    "wrapt",
+    "tests.contracts.checks",
+)
 # Probes that use only what its owner documents.
 PUBLIC = {"addresses", "autocast_dtype", "has_triton", "is_capturing", "kv_bytes_per_token"}
 
