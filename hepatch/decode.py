@@ -230,10 +230,10 @@ class _Run:
 
     def _returned_cache(self, length: int) -> Any:
         """A cache of transformers' own kind with this call's keys and values: the last token was never forwarded."""
-        cache, kv = self.call.cache, self.attachment.kv
+        kv, model = self.attachment.kv, self.attachment.model
         assert kv is not None
-        if cache is None:
-            return None
+        assert model is not None
+        cache = probes.own_cache(model) if self.call.cache is None else self.call.cache
         for index in range(len(kv.keys)):
             stored = kv.read(index, self.call.batch, length - 1)
             if stored is not None:

@@ -279,6 +279,17 @@ def _tree_manager(device: torch.device) -> Any | None:
     return trees.get_manager(index, create_if_none_exists=False)
 
 
+def own_cache(model: Any) -> Any:
+    """An empty KV cache such as a model makes for itself where `generate` hands it none.
+
+    Source: ``GenerationMixin._prepare_cache_for_generation`` of transformers 5.0 leaves that to the model unless a kind
+    of cache is asked for; models make a ``DynamicCache`` of their configuration.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache(config=text_config(model))
+
+
 def mark_callers_cache(model_kwargs: Mapping[str, Any]) -> None:
     """Marks a KV cache among the arguments of a generate as the caller's, before transformers adds one of its own.
 

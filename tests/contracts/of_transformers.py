@@ -195,9 +195,11 @@ def _embeddings_moved():
 
 
 def _dynamic_cache_holds():
-    """What `generate` prepares where nothing is asked."""
+    """What `generate` prepares where nothing is asked; nothing, in transformers 5.0, where the model makes it."""
     seen = _seen_by_sample()["model_kwargs"]
     cache = seen.get("cache", seen.get("past_key_values"))
+    if cache is None:
+        return
     assert type(cache).__name__ == "DynamicCache", type(cache).__name__
     assert not getattr(cache, "offloading", False)
     assert int(cache.get_seq_length()) > 0, "the loop no longer fills the cache that was prepared"
@@ -444,6 +446,7 @@ CONTRACTS = (
         {"renamed": _text_config_raises},
         says="[attach]: TypeError",
         since="4.45",
+        before=Then.NATIVE,
     ),
     Contract(
         "transformers.PreTrainedModel.get_output_embeddings",
@@ -454,12 +457,11 @@ CONTRACTS = (
     ),
     Contract(
         "transformers.cache_utils.DynamicCache",
-        ("is_plain_dynamic_cache",),
+        ("is_plain_dynamic_cache", "own_cache"),
         Then.EAGER,
         _dynamic_cache_holds,
         {"renamed": _dynamic_cache_renamed},
         says="[decode-mode]",
-        since="4.45",
     ),
     Contract(
         "transformers.GenerationConfig._pad_token_tensor",
@@ -511,7 +513,7 @@ CONTRACTS = (
         _recorder_holds,
         {"defined elsewhere": _recorder_moved},
         says="[hooks]",
-        since="5.0",
+        since="5.2",
         before=Then.NATIVE,
     ),
 )
