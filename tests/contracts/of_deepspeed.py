@@ -154,6 +154,15 @@ def _batch_moved():
     show(_class(), "_total_batch_size", gone)
 
 
+def _config_raises():
+    """No AttributeError: some releases look again for an attribute that raised one, and find it."""
+
+    def moved():
+        raise RuntimeError("the configuration is elsewhere")
+
+    show(_class(), "_config", moved)
+
+
 def _removed(name, new=None):
     """A drift of a target: the class has it no more, or under another name."""
 
@@ -298,8 +307,8 @@ CONTRACTS = (
         ("engine_facts",),
         Then.EAGER,
         _configuration_holds,
-        {"renamed": lambda: hide(_class(), "_config")()},
-        says="[attach]: AttributeError",
+        {"raises": _config_raises},
+        says="[attach]: RuntimeError",
     ),
     Contract(
         f"{_ENGINE}._inference_containers",

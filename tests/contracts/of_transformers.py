@@ -160,11 +160,14 @@ def _implementation_moved():
     def implementation(self):
         return self.__dict__["_attn_implementation_internal"]
 
+    def set_implementation(self, value):
+        self.__dict__["_attn_implementation_internal"] = value
+
     def gone(self):
         raise AttributeError("'LlamaConfig' object has no attribute '_attn_implementation_internal'")
 
     config_class = _config_class()
-    config_class._attn_implementation = property(implementation)
+    config_class._attn_implementation = property(implementation, set_implementation)
     config_class._attn_implementation_internal = property(gone)
 
 
