@@ -10,11 +10,12 @@ BUILD := $(CURDIR)/build
 DEEPSPEED := $(shell sed -n 's/^deepspeed==//p' constraints.txt)
 export TORCH_EXTENSIONS_DIR ?= $(BUILD)/torch-extensions/deepspeed-$(DEEPSPEED)
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test matrix matrix-ci lint format clean
 
 help:
 	@echo "make demo    an RLHF loop on a small chat model, without and with hepatch"
 	@echo "make test    the tests that need no GPU"
+	@echo "make matrix  every pair of DeepSpeed and transformers releases, into matrix/results.json and README.md"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove .venv and everything else that make made"
@@ -40,6 +41,15 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --timeout 600 $(TEST)
 
+# The releases lie in build/matrix and are fetched once. `make matrix CELLS="-k 4.57.6"` runs some of them.
+matrix: $(INSTALLED)
+	$(BIN)/nox $(CELLS)
+
+# The oldest pair and the newest, compared with what is recorded.
+matrix-ci: $(INSTALLED)
+	$(BIN)/nox --tags ci -- --check
+	$(BIN)/python -m matrix.table --check
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,4 +61,4 @@ format: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) $(BUILD) .pytest_cache .ruff_cache .mypy_cache .benchmarks
-	find hepatch tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hepatch tests benchmarks matrix -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -67,7 +67,7 @@ def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> A
     if not args and "input_ids" not in kwargs and kwargs.get("inputs") is not None:
         kwargs = dict(kwargs)
         args = (kwargs.pop("inputs"),)
-    # Not getattr: DeepSpeed's engine answers for attributes of its module. Only an engine that keeps it has no batch yet.
+    # Not getattr: DeepSpeed's engine answers for attributes of its module. One that keeps no batch needs none.
     if engine.__dict__.get("_total_batch_size", 0) is None:
         engine._total_batch_size = _rows(args, kwargs) * int(engine.world_size)
     return wrapped(*args, **kwargs)

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matrix import hosts, results
+from matrix import hosts, results, verdict
 from matrix.pairs import TORCH, Pair
 from tests import forked
 
-SCORE_TOLERANCE = 2e-3
 SECONDS_PER_SUITE = 900
 # Of the orders of events the two that differ most; the others differ in hepatch, not in its hosts.
 _ORDERS = (
@@ -123,85 +120,17 @@ def _models(environment: dict[str, str]) -> dict[str, Any]:
     ):
         found = {}
         for case in CASES:
-            order = {"family": case.family, "stage": case.stage, "trained": os.path.join(folder, "trained")}
+            trained = Path(folder) / "trained"
+            order = {"family": case.family, "stage": case.stage, "trained": str(trained)}
             backend = {"HEPATCH_COMPILE_BACKEND": case.backend}
             ours = patched.run("matrix.rollouts:patched", order, backend)
-            if not os.path.exists(order["trained"]):
+            if not trained.exists():
                 order["trained"] = ""
             oracle = plain.run("matrix.rollouts:plain", order)
             theirs = stock.run("matrix.rollouts:stock", order)
-            found[case.name] = _compared(oracle, theirs, ours)
-            if order["trained"]:
-                os.remove(order["trained"])
+            found[case.name] = verdict.compared(oracle, theirs, ours)
+            trained.unlink(missing_ok=True)
     return found
-
-
-def _compared(oracle: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a case: stock's outcome, hepatch's, and what is wrong with it."""
-    if "error" in oracle:
-        return {"stock": "?", "hepatch": "?", "wrong": [f"the oracle failed: {_line(oracle)}"]}
-    truth = oracle["result"]
-    judged: dict[str, Any] = {"stock": _stock_outcome(truth, stock)}
-    if "error" in ours:
-        return {**judged, "hepatch": f"fails: {_line(ours)}", "wrong": [f"fails with hepatch: {_line(ours)}"]}
-    got = ours["result"]
-    path = got["greedy path"]
-    judged["hepatch"] = "native" if path["path"] == "fused" else f"eager: {path['reason']}"
-    judged["wrong"] = list(_wrong(truth, stock.get("result", {}), got))
-    return judged
-
-
-def _wrong(truth: dict[str, Any], stock: dict[str, Any], got: dict[str, Any]) -> Iterator[str]:
-    if got["weights"] != truth["weights"]:
-        yield "initialize changed the weights"
-    if got["engine.generate"] != truth["before"]["greedy"]:
-        yield "engine.generate: other tokens than the oracle's"
-    for when in ("before", "after"):
-        for name, expected in truth.get(when, {}).items():
-            if not _same(expected, got[when][name]):
-                yield f"{name}, {when} the optimizer's step: not what the oracle gives"
-    if "after" not in truth:
-        yield "the weights after the optimizer's step were not handed over"
-    elif truth["after"]["greedy"] == truth["before"]["greedy"]:
-        yield "the optimizer's step did not change the tokens, so nothing was shown"
-    if got["cache"] != truth["cache"]:
-        yield f"a KV cache of the caller's holds {got['cache']} tokens after generate instead of {truth['cache']}"
-    if got["greedy path"] != got["greedy path after"]:
-        yield f"the path changed with the optimizer's step: {got['greedy path after']}"
-    if got["path"]["failures"] or got["path"]["recoveries"]:
-        yield f"a region failed: {got['path']['failures']}"
-    loss = stock.get("train", {}).get("result")
-    if loss is not None and loss != got["loss"]:
-        yield f"the loss of the step is {got['loss']!r} and stock's {loss!r}"
-
-
-def _same(expected: Any, got: Any) -> bool:
-    if isinstance(expected, dict) and isinstance(got, dict):
-        return expected.keys() == got.keys() and all(_same(expected[name], got[name]) for name in expected)
-    if isinstance(expected, list) and isinstance(got, list):
-        return len(expected) == len(got) and all(map(_same, expected, got))
-    if isinstance(expected, float) and isinstance(got, float):
-        return abs(expected - got) <= SCORE_TOLERANCE
-    return bool(expected == got)
-
-
-def _stock_outcome(truth: dict[str, Any], stock: dict[str, Any]) -> str:
-    """The first thing that goes wrong without hepatch, or "works"."""
-    if "error" in stock:
-        return f"dies: {_line(stock)}"
-    for step, outcome in stock["result"].items():
-        if "error" in outcome:
-            return f"{step}: {_line(outcome)}"
-        if step == "initialize" and outcome["result"] != truth["weights"]:
-            return "initialize: damages the weights"
-        if step.endswith("generate") and outcome["result"] != truth["before"]["greedy"]:
-            return f"{step}: wrong tokens"
-    return "works"
-
-
-def _line(error: dict[str, Any]) -> str:
-    first = (error["message"].strip().splitlines() or [""])[0]
-    return f"{error['error']}: {first}".replace(str(hosts.ROOT), ".")
 
 
 def _suite(files: list[str], environment: dict[str, str]) -> dict[str, Any]:

@@ -67,8 +67,10 @@ def told(name: str, record: Record) -> str:
     native = [model for model, case in record["models"].items() if case["hepatch"] == "native"]
     passed = ", ".join(f"{suite} {outcome['passed']}" for suite, outcome in record["suites"].items())
     lines = [
-        f"{'green' if record['passed'] else 'RED'} {name}: {len(native)} of {len(record['models'])} cases native,"
-        f" tests passed: {passed}; {record['seconds']} s",
+        (
+            f"{'green' if record['passed'] else 'RED'} {name}: {len(native)} of {len(record['models'])} cases native,"
+            f" tests passed: {passed}; {record['seconds']} s"
+        ),
         *(f"  {line}" for line in faults(record)),
     ]
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -77,7 +79,6 @@ def show(owner: Any, name: str, make: Callable[[], Any]) -> None:
         name: the attribute.
         make: gives what hepatch sees, or raises what it is to get.
     """
-
     if not isinstance(owner, types.ModuleType):
         setattr(owner, name, _shown(owner, name, make))
         return
@@ -122,13 +123,23 @@ def _reader_is_hepatch() -> bool:
     return reader.f_globals.get("__name__", "").partition(".")[0] == "hepatch"
 
 
-def hide(owner: Any, name: str) -> Callable[[], None]:
-    """A drift: the attribute has another name, which hepatch does not know."""
+def hide(find: Callable[[], Any], name: str) -> Callable[[], None]:
+    """A drift: the attribute has another name, unknown to hepatch; `find` gives its owner, once it is tried."""
 
-    def gone() -> Any:
-        raise AttributeError(f"{getattr(owner, '__name__', owner)} has no attribute {name!r} any more", name=name)
+    def drift() -> None:
+        owner = find()
 
-    return lambda: show(owner, name, gone)
+        def gone() -> Any:
+            raise AttributeError(f"{owner.__name__} has no attribute {name!r} any more", name=name)
+
+        show(owner, name, gone)
+
+    return drift
+
+
+def hide_in(module: str, name: str) -> Callable[[], None]:
+    """The same for an attribute of a module."""
+    return hide(functools.partial(importlib.import_module, module), name)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -315,7 +315,7 @@ CONTRACTS = (
         ("engine_facts",),
         Then.NATIVE,
         _configuration_holds,
-        {"renamed": lambda: hide(_class(), "_inference_containers")()},
+        {"renamed": hide(_class, "_inference_containers")},
     ),
     Contract(
         "deepspeed.runtime.engine.DeepSpeedEngine.device",
@@ -323,7 +323,7 @@ CONTRACTS = (
         # The engine answers for what it has not with its module's, and a model of transformers has a device.
         Then.NATIVE,
         _device_holds,
-        {"renamed": lambda: hide(_class(), "device")()},
+        {"renamed": hide(_class, "device")},
     ),
     Contract(
         "deepspeed.runtime.engine (hooks on the root module)",

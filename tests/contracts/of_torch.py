@@ -7,7 +7,7 @@ import inspect
 import torch
 
 from tests import engines
-from tests.contracts.contract import Contract, Then, hide
+from tests.contracts.contract import Contract, Then, hide, hide_in
 
 
 def _tables_hold():
@@ -73,8 +73,8 @@ def _trees_hold():
     assert "self.cuda_graphs_thread_pool = " in source
 
 
-def _hide_tables():
-    hide(type(engines.build_model("llama")), "_forward_pre_hooks")()
+def _model_class():
+    return type(engines.build_model("llama"))
 
 
 CONTRACTS = (
@@ -83,7 +83,7 @@ CONTRACTS = (
         ("inspect_model",),
         Then.EAGER,
         _tables_hold,
-        {"renamed": _hide_tables},
+        {"renamed": hide(_model_class, "_forward_pre_hooks")},
         says="_forward_pre_hooks",
     ),
     Contract(
@@ -91,7 +91,7 @@ CONTRACTS = (
         ("inspect_model",),
         Then.EAGER,
         _global_hooks_hold,
-        {"renamed": lambda: hide(torch.nn.modules.module, "_global_forward_hooks")()},
+        {"renamed": hide_in("torch.nn.modules.module", "_global_forward_hooks")},
         says="_global_forward_hooks",
     ),
     Contract(
@@ -99,7 +99,7 @@ CONTRACTS = (
         ("below_autograd",),
         Then.EAGER,
         _below_autograd_holds,
-        {"renamed": lambda: hide(torch._C, "_AutoDispatchBelowAutograd")()},
+        {"renamed": hide_in("torch._C", "_AutoDispatchBelowAutograd")},
         says="_AutoDispatchBelowAutograd",
     ),
     Contract(
@@ -107,7 +107,7 @@ CONTRACTS = (
         ("compiled_graphs", "skipped_graphs"),
         Then.EAGER,
         _counters_hold,
-        {"renamed": lambda: hide(__import__("torch._dynamo.utils", fromlist=["utils"]), "counters")()},
+        {"renamed": hide_in("torch._dynamo.utils", "counters")},
         says="counters",
     ),
     Contract(
@@ -122,7 +122,7 @@ CONTRACTS = (
         ("compiler_obstacle",),
         Then.EAGER,
         _cxx_holds,
-        {"renamed": lambda: hide(__import__("torch._inductor.config", fromlist=["config"]), "cpp")()},
+        {"renamed": hide_in("torch._inductor.config", "cpp")},
         says="cpp",
         backend="inductor",
     ),

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from tests import engines
-from tests.contracts.contract import Contract, Then, hide, show
+from tests.contracts.contract import Contract, Then, hide, hide_in, show
 
 PARAMETERS = (
     "input_ids",
@@ -32,6 +32,10 @@ def _mixin():
 
 def _config_class():
     return type(engines.build_model("llama").config)
+
+
+def _model_class():
+    return type(engines.build_model("llama"))
 
 
 def _generated(**more):
@@ -114,12 +118,12 @@ def _no_layered_cache():
 
 def _keyword_holds():
     """`forward` names its KV cache, and the field of the dict output has one of the same names."""
-    parameters = inspect.signature(type(engines.build_model("llama")).forward).parameters
+    parameters = inspect.signature(_model_class().forward).parameters
     assert {"past_key_values", "cache"} & set(parameters), list(parameters)
 
 
 def _keyword_moved():
-    model_class = type(engines.build_model("llama"))
+    model_class = _model_class()
     parameters = [
         parameter.replace(name="kv_store") if name in ("past_key_values", "cache") else parameter
         for name, parameter in inspect.signature(model_class.forward).parameters.items()
@@ -138,11 +142,11 @@ def _fullgraph_holds():
     from transformers import PreTrainedModel
 
     assert PreTrainedModel._can_compile_fullgraph is False
-    assert type(engines.build_model("llama"))._can_compile_fullgraph is True
+    assert _model_class()._can_compile_fullgraph is True
 
 
 def _no_fullgraph():
-    model_class = type(engines.build_model("llama"))
+    model_class = _model_class()
     model_class._can_compile_fullgraph = False
 
 
@@ -194,7 +198,7 @@ def _embeddings_moved():
     def get_output_embeddings():
         raise NotImplementedError("heads are found by name")
 
-    show(type(engines.build_model("llama")), "get_output_embeddings", lambda: get_output_embeddings)
+    show(_model_class(), "get_output_embeddings", lambda: get_output_embeddings)
 
 
 def _dynamic_cache_holds():
@@ -219,7 +223,7 @@ def _callers_cache_holds():
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    parameters = inspect.signature(type(engines.build_model("llama")).forward).parameters
+    parameters = inspect.signature(_model_class().forward).parameters
     _generated(**{"cache" if "cache" in parameters else "past_key_values": cache})
     assert int(cache.get_seq_length()) == 7
 
@@ -249,13 +253,6 @@ def _attention_holds():
     for registry in (modeling_utils.AttentionInterface, masking_utils.AttentionMaskInterface):
         assert list(inspect.signature(registry.register).parameters) == ["key", "value"]
     assert callable(masking_utils.sdpa_mask)
-
-
-def _hide_in(name, attribute):
-    def drift():
-        hide(__import__(name, fromlist=["module"]), attribute)()
-
-    return drift
 
 
 def _decoder_layers_hold():
@@ -325,6 +322,10 @@ def _sample_signature():
     _mixin()._sample = _sample
 
 
+def _mixin_holds():
+    assert issubclass(_model_class(), _mixin())
+
+
 def _mixin_renamed():
     module = _utils()
     module.Generation = module.GenerationMixin
@@ -350,7 +351,7 @@ CONTRACTS = (
         _MIXIN,
         ("generation_model", "_sample"),
         Then.INACTIVE,
-        lambda: isinstance(engines.build_model("llama"), _mixin()) or _fail("Llama is no GenerationMixin"),
+        _mixin_holds,
         {"renamed": _mixin_renamed},
         says="GenerationMixin",
     ),
@@ -388,7 +389,7 @@ CONTRACTS = (
         ("static_cache_obstacle",),
         Then.EAGER,
         _layers_hold,
-        {"removed": _hide_in("transformers.cache_utils", "CacheLayerMixin")},
+        {"removed": hide_in("transformers.cache_utils", "CacheLayerMixin")},
         says="[static-cache]",
         since="4.54",
     ),
@@ -414,7 +415,7 @@ CONTRACTS = (
         ("static_cache_obstacle",),
         Then.EAGER,
         _fullgraph_holds,
-        {"says no": _no_fullgraph, "renamed": lambda: hide(type(engines.build_model("llama")), "_can_compile_fullgraph")()},
+        {"says no": _no_fullgraph, "renamed": hide(_model_class, "_can_compile_fullgraph")},
         says="[static-cache]",
         since="4.54",
     ),
@@ -423,7 +424,7 @@ CONTRACTS = (
         ("static_cache_obstacle",),
         Then.EAGER,
         _implementation_holds,
-        {"renamed": lambda: hide(_config_class(), "_attn_implementation")()},
+        {"renamed": hide(_config_class, "_attn_implementation")},
         says="[static-cache]",
     ),
     Contract(
@@ -438,7 +439,7 @@ CONTRACTS = (
         ("text_config", "layer_count", "max_positions"),
         Then.NATIVE,
         _text_config_holds,
-        {"renamed": lambda: hide(_config_class(), "get_text_config")()},
+        {"renamed": hide(_config_class, "get_text_config")},
         since="4.45",
     ),
     Contract(
@@ -478,7 +479,7 @@ CONTRACTS = (
         ("generate_output",),
         Then.EAGER,
         _output_holds,
-        {"renamed": _hide_in("transformers.generation.utils", "GenerateDecoderOnlyOutput")},
+        {"renamed": hide_in("transformers.generation.utils", "GenerateDecoderOnlyOutput")},
         says="GenerateDecoderOnlyOutput",
     ),
     Contract(
@@ -487,9 +488,9 @@ CONTRACTS = (
         Then.NATIVE,
         _attention_holds,
         {
-            "renamed": _hide_in("transformers.modeling_utils", "AttentionInterface"),
-            "the masks' renamed": _hide_in("transformers.masking_utils", "AttentionMaskInterface"),
-            "the boolean mask renamed": _hide_in("transformers.masking_utils", "sdpa_mask"),
+            "renamed": hide_in("transformers.modeling_utils", "AttentionInterface"),
+            "the masks' renamed": hide_in("transformers.masking_utils", "AttentionMaskInterface"),
+            "the boolean mask renamed": hide_in("transformers.masking_utils", "sdpa_mask"),
         },
         since="4.53",
     ),
@@ -498,7 +499,7 @@ CONTRACTS = (
         ("decoder_layers",),
         Then.NATIVE,
         _decoder_layers_hold,
-        {"renamed": _hide_in("transformers.modeling_layers", "GradientCheckpointingLayer")},
+        {"renamed": hide_in("transformers.modeling_layers", "GradientCheckpointingLayer")},
         since="4.54",
     ),
     Contract(
@@ -520,7 +521,3 @@ CONTRACTS = (
         before=Then.NATIVE,
     ),
 )
-
-
-def _fail(message):
-    raise AssertionError(message)
