@@ -17,7 +17,8 @@ from tests import forked
 from tests.contracts.checks import CONTRACTS
 from tests.contracts.contract import Contract, Then
 
-DRIFTS = [(contract, kind) for contract in CONTRACTS for kind in contract.drifts]
+# A release of before has nothing to take away: what the absence does is part of `test_contract_holds`.
+DRIFTS = [(contract, kind) for contract in CONTRACTS if not contract.is_older() for kind in contract.drifts]
 # The compiler takes seconds to load, which every child would pay.
 PRELOAD = (
     "torch",
@@ -62,8 +63,7 @@ def test_contract_holds(forks, contract):
 @pytest.mark.parametrize(("contract", "kind"), DRIFTS, ids=named)
 def test_drift(forks, contract, kind):
     """Where it moves, hepatch does what the failure message of its contract says."""
-    if not contract.is_older():
-        assert_outcome(contract, drifted(forks, contract, kind), contract.then)
+    assert_outcome(contract, drifted(forks, contract, kind), contract.then)
 
 
 def drifted(forks, contract, kind):
