@@ -382,7 +382,7 @@ CONTRACTS = (
         ("mark_callers_cache", "user_gave_cache"),
         Then.EAGER,
         _callers_cache_holds,
-        untried="tests/test_native_calls.py and every cell of the matrix generate into such a cache",
+        untried="tests/test_older_hosts.py and every cell of the matrix generate into such a cache",
     ),
     Contract(
         "transformers.cache_utils.CacheLayerMixin",
