@@ -50,6 +50,11 @@ def environment(pair: Pair) -> dict[str, str]:
     }
 
 
+def are_installed(pair: Pair) -> bool:
+    """Whether the running environment has the very releases of a pair."""
+    return all(_installed(name) == version for name, version in vars(pair).items())
+
+
 def resolved(pair: Pair) -> Pair:
     """The pair with `newest` replaced by the version that the package index has last.
 

@@ -194,6 +194,8 @@ class TestHosts:
         pair = Pair(deepspeed.__version__, transformers.__version__, hosts._installed("torch"))
         environment = hosts.environment(pair)
 
+        assert hosts.are_installed(pair)
+        assert not hosts.are_installed(PAIRS[0])
         assert environment["PYTHONPATH"] == str(hosts.ROOT)
         assert list(tmp_path.iterdir()) == []
 
