@@ -233,10 +233,10 @@ def _pad_holds():
     assert int(config._pad_token_tensor) == 3
 
 
-def _pad_moved():
+def _generation_config():
     from transformers import GenerationConfig
 
-    hide(GenerationConfig, "_pad_token_tensor")()
+    return GenerationConfig
 
 
 def _output_holds():
@@ -472,7 +472,7 @@ CONTRACTS = (
         ("pad_token",),
         Then.NATIVE,
         _pad_holds,
-        {"renamed": _pad_moved},
+        {"renamed": hide(_generation_config, "_pad_token_tensor")},
     ),
     Contract(
         "transformers.generation.utils.GenerateDecoderOnlyOutput",
