@@ -44,6 +44,7 @@ test: $(INSTALLED)
 # The releases lie in build/matrix and are fetched once. `make matrix CELLS="-k 4.57.6"` runs some of them.
 matrix: $(INSTALLED)
 	$(BIN)/nox $(CELLS)
+	$(BIN)/python -m matrix.table
 
 # The oldest pair and the newest, compared with what is recorded.
 matrix-ci: $(INSTALLED)

@@ -1,5 +1,7 @@
 """The version matrix as sessions: `nox --list` names them, `make matrix` runs all, `.ci/run` those with the tag `ci`.
 
+What they record becomes the table of the README by `python -m matrix.table`.
+
 A session is one pair of real releases. They lie in folders of their own, which are filled once and put on the path of
 the session's processes (`matrix.hosts`), so that no session needs an environment built for it and none changes another.
 """
@@ -13,7 +15,6 @@ import nox
 from matrix.pairs import IN_CI, NEWEST_PAIR, PAIRS, Pair
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["matrix", "table"]
 
 CELLS = [nox.param(pair, id=pair.name, tags=["ci"] if pair in IN_CI else []) for pair in (*PAIRS, NEWEST_PAIR)]
 
@@ -24,9 +25,3 @@ def matrix(session: nox.Session, pair: Pair) -> None:
     """Run one pair and record what came out; `-- --check` compares with the record instead."""
     versions = [pair.deepspeed, pair.transformers, "--torch", pair.torch]
     session.run(sys.executable, "-m", "matrix.cell", *versions, *session.posargs, external=True)
-
-
-@nox.session
-def table(session: nox.Session) -> None:
-    """Write what is recorded into the README."""
-    session.run(sys.executable, "-m", "matrix.table", external=True)

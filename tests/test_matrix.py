@@ -9,8 +9,7 @@ from itertools import product
 
 import pytest
 
-from matrix import hosts, results, table, verdict
-from matrix.cell import CASES
+from matrix import cell, hosts, results, table, verdict
 from matrix.pairs import IN_CI, NEWEST_TORCH, PAIRS, TORCH, Pair
 
 DEEPSPEED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
@@ -50,7 +49,7 @@ class TestResults:
 
         assert list(results.faults(record)) == []
         assert record["passed"]
-        assert list(record["models"]) == [case.name for case in CASES]
+        assert list(record["models"]) == [case.name for case in cell.CASES]
         assert record["versions"]["deepspeed"] == pair.deepspeed
         assert record["versions"]["transformers"] == pair.transformers
         assert record["versions"]["torch"].partition("+")[0] == pair.torch
@@ -208,6 +207,21 @@ class TestHosts:
         with pytest.raises(hosts.InstallError, match=r"^deepspeed 0\.0\.1 does not install: \S"):
             hosts.environment(Pair("0.0.1", "0.0.1"))
         assert not (tmp_path / "deepspeed-0.0.1").exists()
+
+    def test_newest_that_is_a_cell_already_is_not_run_again(self, monkeypatch, capsys):
+        monkeypatch.setattr(hosts, "_newest", {"deepspeed": "0.19.8", "transformers": "5.24.0"}.get)
+
+        assert cell.main(["newest", "newest"]) == 0
+        assert "is deepspeed-0.19.8-transformers-5.24.0 today" in capsys.readouterr().out
+
+    def test_release_that_does_not_install_is_one_red_line(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setenv("MATRIX_HOSTS", str(tmp_path))
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+
+        assert cell.main(["0.0.1", "0.0.1"]) == 1
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("RED deepspeed-0.0.1-transformers-0.0.1: deepspeed 0.0.1 does not install")
 
     def test_each_pair_has_its_own_extensions(self, monkeypatch, tmp_path):
         """DeepSpeed's compiled ops are named by operator alone."""
