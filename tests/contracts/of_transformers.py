@@ -213,9 +213,21 @@ def _dynamic_cache_holds():
 
 
 def _dynamic_cache_renamed():
+    """What `generate` prepares goes by another name; where it leaves that to the model, it prepares one now."""
     from transformers import cache_utils
 
-    cache_utils.DynamicCache.__name__ = "GrowingCache"
+    kind = cache_utils.DynamicCache
+    kind.__name__ = "GrowingCache"
+    original = vars(_mixin()).get("_prepare_cache_for_generation")
+    if original is None:
+        return
+
+    def prepare(self, generation_config, model_kwargs, *args, **kwargs):
+        original(self, generation_config, model_kwargs, *args, **kwargs)
+        if not {"cache", "past_key_values"} & set(model_kwargs):
+            model_kwargs["past_key_values"] = kind(config=self.config)
+
+    _mixin()._prepare_cache_for_generation = prepare
 
 
 def _callers_cache_holds():
