@@ -9,10 +9,14 @@ the session's processes (`matrix.hosts`), so that no session needs an environmen
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import nox
 
-from matrix.pairs import IN_CI, NEWEST_PAIR, PAIRS, Pair
+# nox loads this file by its path, and its folder is on no other.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from matrix.pairs import IN_CI, NEWEST_PAIR, PAIRS, Pair  # noqa: E402
 
 nox.options.default_venv_backend = "none"
 
