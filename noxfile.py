@@ -16,7 +16,7 @@ import nox
 # nox loads this file by its path, and its folder is on no other.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from matrix.pairs import IN_CI, NEWEST_PAIR, PAIRS, Pair  # noqa: E402
+from matrix.pairs import IN_CI, NEWEST_PAIR, PAIRS, Pair
 
 nox.options.default_venv_backend = "none"
 
