@@ -229,11 +229,13 @@ class _Run:
         return result
 
     def _returned_cache(self, length: int) -> Any:
-        """A cache of transformers' own kind with this call's keys and values: the last token was never forwarded."""
+        """A cache of transformers' own kind with this call's keys and values: the last token was never forwarded.
+
+        A new one: that which transformers prepared stays empty, for a recovery that may still come.
+        """
         kv, model = self.attachment.kv, self.attachment.model
         assert kv is not None
-        assert model is not None
-        cache = probes.own_cache(model) if self.call.cache is None else self.call.cache
+        cache = probes.own_cache(model)
         for index in range(len(kv.keys)):
             stored = kv.read(index, self.call.batch, length - 1)
             if stored is not None:

@@ -280,14 +280,15 @@ def _tree_manager(device: torch.device) -> Any | None:
 
 
 def own_cache(model: Any) -> Any:
-    """An empty KV cache such as a model makes for itself where `generate` hands it none.
+    """An empty KV cache of the kind that `generate`, or in transformers 5.0 the model, makes where none is asked for.
 
-    Source: ``GenerationMixin._prepare_cache_for_generation`` of transformers 5.0 leaves that to the model unless a kind
-    of cache is asked for; models make a ``DynamicCache`` of their configuration.
+    Source: ``GenerationMixin._prepare_cache_for_generation`` makes a ``DynamicCache`` of the decoder's configuration
+    (transformers 4.56 and later), of nothing before that.
     """
     from transformers.cache_utils import DynamicCache
 
-    return DynamicCache(config=text_config(model))
+    takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters
+    return DynamicCache(config=text_config(model)) if takes_config else DynamicCache()
 
 
 def mark_callers_cache(model_kwargs: Mapping[str, Any]) -> None:

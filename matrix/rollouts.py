@@ -27,8 +27,10 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": (PROMPT, {}),
     "one-token prompt": ({"batch": 2, "length": 1}, {}),
     "larger batch": ({"batch": 3, "length": 11, "pads": (4, 1)}, {}),
-    "end token": (PROMPT, {"eos_token_id": list(range(5, 100))}),
-    "scores": (PROMPT, {"return_dict_in_generate": True, "output_scores": True}),
+    "end token and scores": (
+        PROMPT,
+        {"eos_token_id": list(range(5, 100)), "return_dict_in_generate": True, "output_scores": True},
+    ),
     "beams": (PROMPT, {"num_beams": 2}),
 }
 """Prompt and arguments of each generate, by what it tries."""

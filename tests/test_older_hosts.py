@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hepatch
-from hepatch import attachments, probes
+from hepatch import attachments, decode, probes
 from tests import engines
 from tests.agreement import Actor
 
@@ -71,6 +71,27 @@ class TestCache:
         assert type(cache) is type(expected_cache)
         for ours, theirs in zip(cache.layers, expected_cache.layers, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys)
+
+
+def test_recovery_after_the_result_was_built_has_an_empty_cache(monkeypatch):
+    """The loop of 4.57 takes a cache with tokens for a turn that has been, and finds no new ones in the prompt."""
+    actor = Actor(engines.build_model("llama"))
+    prompt, lengths, finish = engines.prompts(2, 7, (3,)), [], decode.finish_eagerly
+
+    def no_output(*_args, **_kwargs):
+        raise AttributeError("no such output in this release")
+
+    def watched(original, call, *args, **kwargs):
+        lengths.append(int(call.cache.get_seq_length()))
+        return finish(original, call, *args, **kwargs)
+
+    monkeypatch.setattr(probes, "generate_output", no_output)
+    monkeypatch.setattr(decode, "finish_eagerly", watched)
+    asked = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    got = actor.generated(**prompt, **asked)
+
+    assert got.sequences.tolist() == actor.expected(**prompt, **asked).sequences.tolist()
+    assert lengths == [0]
 
 
 def test_beam_search_of_an_engine_that_cannot_be_judged_goes_on(monkeypatch, caplog):

@@ -172,7 +172,7 @@ def _implementation_moved():
 
     config_class = _config_class()
     config_class._attn_implementation = property(implementation, set_implementation)
-    config_class._attn_implementation_internal = property(gone)
+    config_class._attn_implementation_internal = property(gone, set_implementation)
 
 
 def _text_config_holds():
