@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections import Counter
 from itertools import product
@@ -222,6 +223,16 @@ class TestHosts:
         assert cell.main(["0.0.1", "0.0.1"]) == 1
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("RED deepspeed-0.0.1-transformers-0.0.1: deepspeed 0.0.1 does not install")
+
+    def test_pair_that_does_not_load_fails_with_hepatch_as_without(self, tmp_path):
+        """The host's own error and not a word more: hepatch's hook never comes to be called."""
+        package = tmp_path / "deepspeed"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('built for another torch')\n")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(hosts.ROOT), str(tmp_path)])}
+
+        assert cell._versions(environment) == {"error": "ImportError: built for another torch"}
+        assert cell._versions(environment, first="import hepatch; ") == cell._versions(environment)
 
     def test_each_pair_has_its_own_extensions(self, monkeypatch, tmp_path):
         """DeepSpeed's compiled ops are named by operator alone."""
