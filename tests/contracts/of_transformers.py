@@ -167,12 +167,9 @@ def _implementation_moved():
     def set_implementation(self, value):
         self.__dict__["_attn_implementation_internal"] = value
 
-    def gone(self):
-        raise AttributeError("'LlamaConfig' object has no attribute '_attn_implementation_internal'")
-
-    config_class = _config_class()
-    config_class._attn_implementation = property(implementation, set_implementation)
-    config_class._attn_implementation_internal = property(gone, set_implementation)
+    # A property that the compiler can read through, which one that asks who reads is not.
+    _config_class()._attn_implementation = property(implementation, set_implementation)
+    hide(_config_class, "_attn_implementation_internal")()
 
 
 def _text_config_holds():
