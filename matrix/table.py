@@ -51,7 +51,7 @@ def _row(record: Record, outcomes: Mapping[str, int]) -> list[str]:
     models = record["models"]
     stock = _grouped({name: str(outcomes.get(_general(case["stock"]), "works")) for name, case in models.items()})
     verified = [name for name, case in models.items() if not case["wrong"]]
-    return [deepspeed, pair["transformers"], stock, _grouped(_backends(models)), _listed(verified, models)]
+    return [deepspeed, pair["transformers"], stock, _mostly(_backends(models)), _listed(verified, models)]
 
 
 def _backends(models: Mapping[str, Any]) -> dict[str, str]:
@@ -65,18 +65,29 @@ def _backend(outcome: str) -> str:
 
 
 def _grouped(by_model: Mapping[str, str]) -> str:
-    """`1: OPT, Llama; 2: Bloom`; what most of the models share comes first, and without names where all do."""
+    """`1: OPT, Llama; 2: Bloom`, in the order of the models."""
+    groups = _groups(by_model)
+    return "; ".join(f"{value}: {_listed(names, by_model)}" for value, names in groups.items())
+
+
+def _mostly(by_model: Mapping[str, str]) -> str:
+    """`native; eager: Bloom`: what most of the models share has no names."""
+    groups = _groups(by_model)
+    common = max(groups, key=lambda value: len(groups[value]))
+    others = [f"{value}: {_listed(names, by_model)}" for value, names in groups.items() if value != common]
+    return "; ".join([common, *others])
+
+
+def _groups(by_model: Mapping[str, str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name, value in by_model.items():
         groups.setdefault(value, []).append(name)
-    if len(groups) == 1:
-        return next(iter(groups))
-    return "; ".join(f"{value}: {_listed(names, {})}" for value, names in groups.items())
+    return groups
 
 
 def _listed(names: Iterable[str], every: Mapping[str, Any]) -> str:
     names = list(names)
-    if every and names == list(every):
+    if names == list(every):
         return "all"
     return ", ".join(_titled(name) for name in names) or "none"
 
