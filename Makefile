@@ -10,13 +10,15 @@ BUILD := $(CURDIR)/build
 DEEPSPEED := $(shell sed -n 's/^deepspeed==//p' constraints.txt)
 export TORCH_EXTENSIONS_DIR ?= $(BUILD)/torch-extensions/deepspeed-$(DEEPSPEED)
 
-.PHONY: help install demo bench doctor test lint format clean
+.PHONY: help install demo bench doctor test test-kernels matrix matrix-ci lint format clean
 
 help:
 	@echo "make demo    an RLHF loop on a small chat model, without and with hepatch"
 	@echo "make doctor  what is installed, what is patched, and a self-test"
 	@echo "make bench   every system side by side, on the CPU in a minute; BENCH=\"--workload seed\" on a GPU"
 	@echo "make test    the tests that need no GPU"
+	@echo "make test-kernels  the tests of DeepSpeed's containers, with transformers 4.48"
+	@echo "make matrix  every pair of DeepSpeed and transformers releases, into matrix/results.json and README.md"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove .venv and everything else that make made"
@@ -49,6 +51,20 @@ bench: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --timeout 600 $(TEST)
 
+# DeepSpeed's containers on its own torch fallbacks, with a transformers that they work with.
+test-kernels: $(INSTALLED)
+	$(BIN)/nox --tags containers
+
+# The releases lie in build/matrix and are fetched once. `make matrix CELLS="-k 4.57.6"` runs some of them.
+matrix: $(INSTALLED)
+	$(BIN)/nox $(CELLS)
+	$(BIN)/python -m matrix.table
+
+# The oldest pair and the newest, compared with what is recorded.
+matrix-ci: $(INSTALLED)
+	$(BIN)/nox --tags ci -- --check
+	$(BIN)/python -m matrix.table --check
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,4 +76,4 @@ format: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) $(BUILD) .pytest_cache .ruff_cache .mypy_cache .benchmarks
-	find hepatch tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hepatch tests benchmarks matrix -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,8 +84,15 @@ def watch(
     if prompt is None:
         with attachment.own_layers():
             return original(*args, **kwargs)
-    call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
-    reason = attachment.refuse(judge(attachment.facts(call)))
+    try:
+        call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
+        reason = attachment.refuse(judge(attachment.facts(call)))
+    except HepatchError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in `sample`: what cannot be judged is still the user's call
+        attachment.unreadable(error)
+        with attachment.own_layers():
+            return original(*args, **kwargs)
     attachment.counters.eager_calls += 1
     with attachment.own_layers():
         result = original(*args, **kwargs)

@@ -39,14 +39,12 @@ class Prompt:
         mask: int64 `[batch, prompt]`, or None where nothing is padded.
         positions: int64 `[batch, prompt]`.
         model_kwargs: everything for the model's forward, as transformers prepared it.
-        cache: the KV cache that transformers prepared, or None.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor | None
     positions: torch.Tensor
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    cache: Any = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class GenerateCall:
         """The prompt, its tensors where the model is."""
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
         kwargs = {**self.model_kwargs, **({} if mask is None else {"attention_mask": mask})}
-        return Prompt(self.input_ids.to(device), mask, self.positions().to(device), kwargs, self.cache)
+        return Prompt(self.input_ids.to(device), mask, self.positions().to(device), kwargs)
 
     def positions(self) -> torch.Tensor:
         """int64 `[batch, prompt]`: the positions transformers would use."""

@@ -6,6 +6,7 @@ host shows here and nowhere else. Behaviour and signatures are probed; versions 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -91,8 +92,14 @@ def static_cache_obstacle(model: Any) -> str | None:
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the decoder."""
-    return model.config.get_text_config(decoder=True)
+    """The configuration of the decoder.
+
+    Source: ``PreTrainedConfig.get_text_config`` (transformers 4.45 and later); before it a configuration has no parts
+    that a causal LM's could be one of.
+    """
+    config = model.config
+    of_decoder = getattr(config, "get_text_config", None)
+    return config if of_decoder is None else of_decoder(decoder=True)
 
 
 def layer_count(model: Any) -> int:
@@ -295,11 +302,37 @@ def _tree_manager(device: torch.device) -> Any | None:
     return trees.get_manager(index, create_if_none_exists=False)
 
 
+def own_cache(model: Any) -> Any:
+    """An empty KV cache of the kind that `generate`, or in transformers 5.0 the model, makes where none is asked for.
+
+    Source: ``GenerationMixin._prepare_cache_for_generation`` makes a ``DynamicCache`` of the decoder's configuration
+    (transformers 4.56 and later), of nothing before that.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters
+    return DynamicCache(config=text_config(model)) if takes_config else DynamicCache()
+
+
+def mark_callers_cache(model_kwargs: Mapping[str, Any]) -> None:
+    """Marks a KV cache among the arguments of a generate as the caller's, before transformers adds one of its own.
+
+    Source: ``GenerationMixin._prepare_cache_for_generation`` does the same in transformers 5.17 and 5.24; in 4.57 and
+    5.0 it leaves the caller's cache as it is.
+    """
+    for keyword in CACHE_KEYWORDS:
+        # A tuple, the form of old, takes no attribute; transformers makes a cache with tokens of it.
+        with contextlib.suppress(AttributeError):
+            if model_kwargs.get(keyword) is not None:
+                model_kwargs[keyword]._is_user_defined = True
+
+
 def user_gave_cache(cache: Any) -> bool:
     """Whether the KV cache in a call is the caller's own.
 
     Source: ``GenerationMixin._prepare_cache_for_generation`` marks such a cache with ``_is_user_defined`` (seen in
-    transformers 5.17 and 5.24). A cache that holds tokens is the caller's wherever it comes from.
+    transformers 5.17 and 5.24), and `mark_callers_cache` does where it does not. A cache that holds tokens is the
+    caller's wherever it comes from.
     """
     if getattr(cache, "_is_user_defined", False):
         return True

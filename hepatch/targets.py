@@ -74,7 +74,8 @@ def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> A
     if not args and "input_ids" not in kwargs and kwargs.get("inputs") is not None:
         kwargs = dict(kwargs)
         args = (kwargs.pop("inputs"),)
-    if engine._total_batch_size is None:
+    # Not getattr: DeepSpeed's engine answers for attributes of its module. One that keeps no batch needs none.
+    if engine.__dict__.get("_total_batch_size", 0) is None:
         engine._total_batch_size = _rows(args, kwargs) * int(engine.world_size)
     with contextlib.nullcontext() if containers is None else containers.engine_generates():
         return wrapped(*args, **kwargs)
@@ -123,6 +124,14 @@ def _watched(mode: str) -> Wrapper:
         return decode.watch(wrapped, attachment, args, kwargs, mode)
 
     return watch
+
+
+def _mark_callers_cache(wrapped: Any, model: Any, args: Arguments, kwargs: Keywords) -> Any:
+    if _attachment_of(model) is not None:
+        from hepatch import probes
+
+        probes.mark_callers_cache(inspect.signature(wrapped).bind(*args, **kwargs).arguments["model_kwargs"])
+    return wrapped(*args, **kwargs)
 
 
 def _attachment_of(model: Any) -> Any | None:
@@ -277,6 +286,19 @@ TARGETS = (
             "generate reads it from the class and has prepared everything by then: configuration, processors, criteria,"
             " expansion. Models that no engine owns take one lookup more and then the original. Does not reach beam"
             " search, assisted decoding or custom_generate, which never come here."
+        ),
+    ),
+    Target(
+        module="transformers.generation.utils",
+        owner="GenerationMixin",
+        attribute="_prepare_cache_for_generation",
+        wrapper=_mark_callers_cache,
+        parameters=("model_kwargs",),
+        optional=True,
+        why=(
+            "The last place where a KV cache of the caller's can be told from one that transformers prepares: an empty"
+            " one must be filled, which a region does not do. Current releases mark it here themselves. Does not reach"
+            " releases that prepare caches inside generate; they have no caches that a region could stand in for."
         ),
     ),
     *(

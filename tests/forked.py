@@ -30,7 +30,9 @@ def environment(**more: str | None) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"):
         own.pop(name, None)
     own.pop("PYTHONDONTWRITEBYTECODE", None)
-    own.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), HEPATCH_COMPILE_BACKEND="eager")
+    # What is on the path already may be other releases of the hosts: the version matrix puts them there.
+    path = os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, own.get("PYTHONPATH", "").split(os.pathsep))]))
+    own.update(OMP_NUM_THREADS="1", PYTHONPATH=path, HEPATCH_COMPILE_BACKEND="eager")
     for name, value in more.items():
         if value is None:
             own.pop(name, None)

@@ -145,6 +145,11 @@ _FILES = {
             ):
                 return input_ids
 
+            def _prepare_cache_for_generation(
+                self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            ):
+                pass
+
             def _beam_search(self, input_ids, **model_kwargs):
                 return input_ids
 

@@ -181,14 +181,14 @@ class NativeForward:
     def returned_cache(self, kv: StaticKV, prompt: Prompt, sequences: torch.Tensor) -> Any:
         """A cache of transformers' own kind with a call's keys and values: the last token was never forwarded.
 
+        A new one: that which transformers prepared stays empty, for a recovery that may still come.
+
         Args:
             kv: the cache of the call.
             prompt: the prompt of the call.
             sequences: int64 `[batch, length]`, what was generated.
         """
-        cache = prompt.cache
-        if cache is None:
-            return None
+        cache = probes.own_cache(self.model)
         for index in range(len(kv.keys)):
             stored = kv.read(index, sequences.shape[0], sequences.shape[1] - 1)
             if stored is not None:

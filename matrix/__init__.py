@@ -1,0 +1,1 @@
+"""The version matrix: where hepatch holds, measured on pairs of real releases of DeepSpeed and transformers."""
