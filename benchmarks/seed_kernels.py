@@ -29,6 +29,15 @@ BATCH, OTHERS = 8, (1, 4, 16, 32)
 FULL = Workload("opt-1.3b", batches=(BATCH,))
 TINY = Workload("opt-125m", dtype="fp32", batches=(2,), prompt_tokens=24, new_tokens=12)
 TINY_OTHERS = (3,)
+COLUMNS = (
+    "batch",
+    "eager, ms per step",
+    "hepatch, ms per step",
+    "eager, tokens/s",
+    "hepatch, tokens/s",
+    "generate",
+    "tokens equal",
+)
 SYSTEMS = (Unpatched.name, CudaGraph.name, Kernels.name)
 
 
@@ -43,6 +52,28 @@ class Shown:
         """Around the work that has this title."""
         print(f"[{time.perf_counter() - self._started:6.1f} s] {title}", flush=True)
         yield
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Batches as lines of a Markdown table, as the README has it."""
+    lines = [
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+    ]
+    rows = [row for row in (*result["rows"], *result["other_batches"]["rows"]) if row["failure"] is None]
+    for ours in sorted((row for row in rows if row["system"] == Kernels.name), key=lambda row: int(row["batch"])):
+        eager = next(row for row in rows if row["system"] == Unpatched.name and row["batch"] == ours["batch"])
+        cells = (
+            str(ours["batch"]),
+            f"{eager['ms_per_step']:.2f}",
+            f"{ours['ms_per_step']:.2f}",
+            f"{eager['tokens_per_s']:.0f}",
+            f"{ours['tokens_per_s']:.0f}",
+            f"{ours['speed_up']:.2f}x",
+            f"{ours['tokens_equal']}/{ours['tokens_total']}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

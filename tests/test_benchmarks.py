@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mixed, record, seed_native, summary
+from benchmarks import mixed, record, seed_kernels, seed_native, summary
 from hepatch.bench import memory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,6 +93,22 @@ def test_the_readme_names_command_machine_and_versions_of_the_result() -> None:
     for name in ("python", "torch", "deepspeed", "transformers"):
         assert RESULT["versions"][name] in README
     assert f"{RESULT['tokens_equal']} of {RESULT['tokens_total']} tokens" in README
+
+
+def test_the_readmes_table_of_the_kernels_is_the_result() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "seed-kernels.json").read_text(encoding="utf-8"))
+    found = re.search(r"<!-- seed-kernels table -->\n(.*?)\n<!-- /seed-kernels table -->", README, flags=re.DOTALL)
+
+    assert found is not None
+    assert seed_kernels.table(result) == found[1].splitlines()
+    assert seed_kernels.targets(result["rows"]) == result["targets"]
+    assert [target["name"] for target in result["targets"] if not target["met"]] == ["train step, slower by"]
+    ours, eager = (next(row for row in result["rows"] if row["system"] == name) for name in ("kernels", "unpatched"))
+    for row in (ours, eager):
+        for field in ("generate_ms", "iteration_ms", "train_ms"):
+            assert f"{row[field]:.1f}" in README
+    assert re.findall(r"/(?:home|root|opt|tmp|usr|work|var|mnt)/", json.dumps(result)) == []
+    assert result["command"] in README
 
 
 def test_the_readme_names_every_missed_target() -> None:
