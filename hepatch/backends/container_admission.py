@@ -139,6 +139,9 @@ def _compare(forward: KernelsForward, device: torch.device, name: str) -> None:
         if rows == SEQUENCES[0][0]:
             kernel_probes.allocate_workspace(forward.stack.containers[0], rows, columns, LAYERS)
             kernel_probes.forbid_own_allocation(forward.stack.containers)
+            if not kernel_probes.workspace_is_allocated(forward.stack.containers[0]):
+                # A release by hand would not be noticed.
+                raise ContainersNotAdmittedError("DeepSpeed's workspace does not say that it is allocated")
         try:
             worst = max(_differences(forward, rows, columns, padding, device))
         except Exception as error:

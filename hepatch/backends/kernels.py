@@ -254,10 +254,11 @@ class WorkspaceKV:
         self.generation = 0
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for rows times positions; the workspace itself is made by `Containers`."""
-        from hepatch.backends.static_kv import grown
+        """Makes room for rows times positions; the workspace itself is made by `Containers`.
 
-        self.tokens = grown(self.tokens, tokens)
+        Nothing to spare: the largest call is known, and a buffer that moves voids the recordings of every position.
+        """
+        self.tokens = max(self.tokens, tokens)
 
     def turn(self, rows: int, window: int) -> None:
         """Nothing: the kernels find their place by their counter."""

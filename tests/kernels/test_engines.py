@@ -146,6 +146,17 @@ def test_positions_beyond_the_limit_run_outside_the_region(build: Any, monkeypat
     assert actor.report.compilations == 1
 
 
+def test_no_buffer_moves_while_the_workspace_stays(build: Any) -> None:
+    """A buffer that moved would void the recordings of all positions on a GPU."""
+    actor = build(hybrid={"max_out_tokens": 64})
+    places = set()
+    for rows, columns, new in ((4, 5, 3), (1, 20, 20), (3, 11, 29), (4, 30, 35), (2, 2, 60)):
+        actor.generated(**engines.prompts(rows, columns), max_new_tokens=new)
+        places.add(hepatch.attachments.of_model(actor.model).state.addresses)
+
+    assert len(places) == 1
+
+
 def test_release_and_reset(build: Any) -> None:
     actor = build()
     prompt = engines.prompts(2, 6, (2,))
