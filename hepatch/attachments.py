@@ -287,8 +287,7 @@ class Attachment:
     def _prepare_containers(self, rows: int, prompt: int) -> None:
         """Makes the workspace hold a call, and drops what was recorded of a memory that is no longer there.
 
-        With one recording a position, recording all of them anew would soon reach the number of times that CUDA graph
-        trees put up with; a compilation that is found in its cache costs less.
+        Dropped, not recorded anew in place: the old recordings of every position would stay in memory for good.
         """
         containers = self.containers
         assert containers is not None
