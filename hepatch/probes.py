@@ -243,7 +243,9 @@ def is_profiling() -> bool:
 
     Source: ``torch._C._autograd._profiler_enabled`` (torch 2.6 to 2.13); `torch.profiler` and `emit_nvtx` set it.
     """
-    return bool(torch._C._autograd._profiler_enabled())
+    asked = getattr(torch._C._autograd, "_profiler_enabled", None)
+    # Without it ranges have no names; no call is worth less for that.
+    return asked is not None and bool(asked())
 
 
 def compiled_graphs() -> int:

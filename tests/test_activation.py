@@ -348,7 +348,7 @@ def late_hook(case):
 
 
 def test_hook_that_fires_after_disable_does_nothing(run, folder):
-    assert run("late_hook", folder) == [[], 9]
+    assert run("late_hook", folder) == [[], 10]
 
 
 def half_loaded(case):

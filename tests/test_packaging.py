@@ -93,4 +93,4 @@ def test_ci_runs_what_a_developer_runs() -> None:
     script = ROOT / ".ci" / "run"
 
     assert script.stat().st_mode & 0o111
-    assert {"make lint test", "make matrix-ci"} <= set(script.read_text().splitlines())
+    assert {"make lint test test-kernels", "make matrix-ci"} <= set(script.read_text().splitlines())

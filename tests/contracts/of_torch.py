@@ -41,6 +41,13 @@ def _below_autograd_holds():
         assert not (torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
+def _profiler_holds():
+    """It is on while a profiler records, and only then."""
+    assert not torch._C._autograd._profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch._C._autograd._profiler_enabled()
+
+
 def _counters_hold():
     """Dynamo counts a graph that it compiles."""
     from torch._dynamo.utils import counters
@@ -78,6 +85,13 @@ def _model_class():
 
 
 CONTRACTS = (
+    Contract(
+        "torch._C._autograd._profiler_enabled",
+        ("is_profiling",),
+        Then.NATIVE,
+        _profiler_holds,
+        {"renamed": hide(lambda: torch._C._autograd, "_profiler_enabled")},
+    ),
     Contract(
         "torch.nn.Module._forward_pre_hooks",
         ("inspect_model",),

@@ -186,6 +186,12 @@ def _text_config_raises():
     show(_config_class(), "get_text_config", lambda: get_text_config)
 
 
+def _cache_class_holds():
+    """Where it is declared it is a flag; where it is not, every model takes its cache as an object."""
+    flag = getattr(_model_class(), "_supports_cache_class", True)
+    assert isinstance(flag, bool)
+
+
 def _embeddings_hold():
     head = engines.build_model("llama").get_output_embeddings()
     assert head.weight.shape[0] == engines.VOCABULARY
@@ -445,7 +451,7 @@ CONTRACTS = (
     ),
     Contract(
         "transformers.PreTrainedConfig.get_text_config",
-        ("text_config", "layer_count", "max_positions"),
+        ("text_config", "layer_count", "max_positions", "attention_heads"),
         Then.NATIVE,
         _text_config_holds,
         {"renamed": hide(_config_class, "get_text_config")},
@@ -460,6 +466,13 @@ CONTRACTS = (
         says="[attach]: TypeError",
         since="4.45",
         before=Then.NATIVE,
+    ),
+    Contract(
+        "transformers.PreTrainedModel._supports_cache_class",
+        ("supports_cache_class",),
+        Then.EAGER,
+        _cache_class_holds,
+        untried="only DeepSpeed's containers are called by it, and their admission tries the call on a copy",
     ),
     Contract(
         "transformers.PreTrainedModel.get_output_embeddings",
