@@ -149,8 +149,9 @@ class Containers:
         # Stock leads the model's generate to the engine's. Nothing of the engine stays on the model, so that its copies
         # are ordinary; the class's own generate reaches the region as well.
         engine.module.__dict__.pop("generate", None)
-        # One object, so that a release by hand is seen.
-        engine.workspace = self._first.module.workspace
+        # One object, so that a release by hand is seen. Not setattr: it is a module, and some releases of DeepSpeed look
+        # in vain for an engine's submodules.
+        engine.__dict__["workspace"] = self._first.module.workspace
         kernel_probes.forbid_own_allocation(containers)
         self.stack.step_aside()
 
