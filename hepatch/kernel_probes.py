@@ -276,13 +276,23 @@ def _lies_within(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return start <= part.data_ptr() < start + max(1, whole.nbytes)
 
 
-def unseen_weight(container: Any, layer: torch.nn.Module) -> str | None:
-    """The name of a weight of the layer that its container does not read, or None.
-
-    A parameter that was replaced by another object would leave the container with the old one.
-    """
-    read = [parameter for parameter in container.module.parameters() if parameter is not None]
+def unlike_weight(container: Any, layer: torch.nn.Module) -> str | None:
+    """The name of a weight of the layer that is of another dtype or on another device than its container, or None."""
+    dtype = container.module.config.dtype
+    devices = {fused.device for _, fused in _split_weights(container)}
     for name, parameter in layer.named_parameters():
+        if parameter.dtype != dtype or not devices <= {parameter.device}:
+            return name
+    return None
+
+
+def unseen_weight(stock: torch.nn.Module, own: torch.nn.Module) -> str | None:
+    """The name of a weight of the model's own module that what stands in for it does not read, or None.
+
+    A parameter that was replaced by another object would leave the stand-in with the old one.
+    """
+    read = [parameter for parameter in stock.parameters() if parameter is not None]
+    for name, parameter in own.named_parameters():
         # DeepSpeed's LoRA weights reach the kernels by being fused into the weight beside them.
         if "lora_" not in name and not any(_lies_within(parameter, whole) for whole in read):
             return name

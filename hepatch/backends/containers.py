@@ -191,10 +191,17 @@ class Containers:
 
     def _look_for_unseen(self) -> str | None:
         for index, (container, layer) in enumerate(zip(self.stack.containers, self._layers, strict=True)):
-            kernel_probes.fuse_split_weights(container)
-            name = kernel_probes.unseen_weight(container, layer)
+            # Before anything is fused: it would make the model's weights what the container was built with.
+            name = kernel_probes.unlike_weight(container, layer)
+            if name is None:
+                kernel_probes.fuse_split_weights(container)
+                name = kernel_probes.unseen_weight(container.module, layer)
             if name is not None:
                 return f"{name} of layer {index}"
+        for own, stock in self.stack.others:
+            name = kernel_probes.unseen_weight(stock, own)
+            if name is not None:
+                return f"{name} of {type(own).__name__}"
         return None
 
     def no_room(self, rows: int) -> str | None:

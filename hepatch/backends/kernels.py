@@ -55,6 +55,7 @@ class ContainerStack:
 
     Attributes:
         ledger: where the kernels stand.
+        others: as given.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ContainerStack:
         self._counter = kernel_probes.PythonCounter() if self.in_python else kernel_probes.KernelCounter(containers[0])
         self.ledger = PositionLedger(self._counter, len(containers))
         self.modules = [container.module for container in containers]
-        self._others = others
+        self.others = others
         # Embeddings are exact whichever way they are looked up, and the prompt's are stock's.
         opaque = [(own, stock) for own, stock in others if not isinstance(own, torch.nn.Embedding)]
         self._opaque: list[Any] = [stock for _, stock in opaque]
