@@ -127,6 +127,10 @@ class PythonCounter:
         importlib.import_module(_WORKSPACE).InferenceContext.Instance().reset_tokens(tokens)
 
 
+class _Mark:
+    """Stands for True, and is told from any other."""
+
+
 class KernelCounter:
     """The counter of the CUDA kernels, which Python cannot set.
 
@@ -242,15 +246,30 @@ def allocate_workspace(container: Any, batch: int, prompt: int, layers: int) -> 
     )
 
 
-def forbid_own_allocation(containers: list[Any]) -> None:
-    """Keeps the first layer from making a workspace of its own size at its next prompt."""
+def allow_own_allocation(containers: list[Any], allowed: bool) -> None:
+    """Whether the first layer makes a workspace of its own size at its next prompt, as stock's does at its first."""
     for container in containers:
-        container.module._should_allocate_workspace = False
+        container.module._should_allocate_workspace = allowed
 
 
 def workspace_is_allocated(container: Any) -> bool:
     """Whether the shared workspace holds memory, so far as Python knows."""
-    return bool(container.module.workspace.is_allocated())
+    workspace = container.module.workspace
+    return workspace is not None and bool(workspace.is_allocated())
+
+
+def mark_workspace(container: Any) -> object:
+    """Marks the workspace as made now, and returns the mark; making it anew takes the mark away, releasing it as well.
+
+    Source: ``WorkspaceOp._is_allocated``, which `allocate_workspace` sets to True and `release_workspace` to False.
+    """
+    mark = container.module.workspace._is_allocated = _Mark()
+    return mark
+
+
+def workspace_mark(container: Any) -> object:
+    """The mark of the workspace; True where it was made without one, False where it was released."""
+    return container.module.workspace._is_allocated
 
 
 def fuse_split_weights(container: Any) -> None:

@@ -138,7 +138,7 @@ def _compare(forward: KernelsForward, device: torch.device, name: str) -> None:
     for rows, columns, padding in SEQUENCES:
         if rows == SEQUENCES[0][0]:
             kernel_probes.allocate_workspace(forward.stack.containers[0], rows, columns, LAYERS)
-            kernel_probes.forbid_own_allocation(forward.stack.containers)
+            kernel_probes.allow_own_allocation(forward.stack.containers, False)
         try:
             worst = max(_differences(forward, rows, columns, padding, device))
         except Exception as error:

@@ -142,7 +142,8 @@ class Containers:
         self._looked_at: int | None = None
         self._unseen: str | None = None
         self._rows = 0
-        self._fused_by_engine = False
+        self._fusions = 0
+        self._mark: object = None
         # What stock puts in for projections outside the layers freezes their weights, and they would never train.
         for parameter in engine.__dict__.pop(_TRAINED, ()):
             parameter.requires_grad_(True)
@@ -151,8 +152,7 @@ class Containers:
         engine.module.__dict__.pop("generate", None)
         # One object, so that a release by hand is seen.
         engine.workspace = self._first.module.workspace
-        kernel_probes.forbid_own_allocation(containers)
-        self.stack.step_aside()
+        self.resume()
 
     @property
     def rows(self) -> int:
@@ -167,6 +167,16 @@ class Containers:
     def workspace_bytes(self, rows: int) -> int:
         """Bytes of a workspace for `rows` rows."""
         return kernel_probes.workspace_bytes(self._first, rows, len(self._layers))
+
+    def suspend(self) -> None:
+        """Leaves the containers to stock, which has to make the workspace where there is none."""
+        if not kernel_probes.workspace_is_allocated(self._first):
+            kernel_probes.allow_own_allocation(self.stack.containers, True)
+
+    def resume(self) -> None:
+        """Takes the containers back."""
+        kernel_probes.allow_own_allocation(self.stack.containers, False)
+        self.stack.step_aside()
 
     def step_aside(self) -> None:
         """The model runs its own layers."""
@@ -223,52 +233,73 @@ class Containers:
         obstacle = self.no_room(rows)
         if obstacle is not None:
             raise WorkspaceError(obstacle)
-        # Never smaller: the layout follows the rows it was made for, whatever the memory is.
-        rows = max(rows, self._rows)
+        if not self._made_by_others():
+            # Never smaller, so that batches in turns record once.
+            rows = max(rows, self._rows)
         self.stack.ledger.lose()
         kernel_probes.allocate_workspace(self._first, rows, prompt, len(self._layers))
+        self._mark = kernel_probes.mark_workspace(self._first)
         self._rows = rows
         self.generation += 1
 
     def _holds(self, rows: int) -> bool:
-        return rows <= self._rows and kernel_probes.workspace_is_allocated(self._first)
+        allocated = kernel_probes.workspace_is_allocated(self._first)
+        return rows <= self._rows and allocated and not self._made_by_others()
+
+    def _made_by_others(self) -> bool:
+        """Whether the workspace was made anew, for other rows, since it was made here: as for a shared prefill."""
+        return self._rows > 0 and kernel_probes.workspace_mark(self._first) not in (self._mark, False)
 
     @contextlib.contextmanager
     def engine_generates(self) -> Iterator[None]:
-        """Around the engine's own `generate`, which fuses LoRA weights into the model's for its length."""
-        before, self._fused_by_engine = self._fused_by_engine, bool(self._has_lora())
+        """Around the engine's own `generate`, which fuses LoRA weights into the model's for its length.
+
+        One within another, from a streamer, fuses them once more.
+        """
+        before = self._fusions
+        self._fusions += self._has_lora()
         try:
             yield
         finally:
-            self._fused_by_engine = before
+            self._fusions = before
 
     @contextlib.contextmanager
     def weights_for_kernels(self) -> Iterator[None]:
         """LoRA is part of the weights: the kernels know nothing of it."""
         engine = self._engine()
-        if engine is None or not self._has_lora() or self._fused_by_engine:
+        if engine is None or not self._has_lora() or self._fusions:
             yield
             return
         engine.fuse_lora_weight()
+        self._fusions = 1
         try:
             yield
         finally:
+            self._fusions = 0
             engine.unfuse_lora_weight()
 
     @contextlib.contextmanager
     def weights_for_layers(self) -> Iterator[None]:
         """LoRA is beside the weights: the model's layers add it themselves."""
-        engine = self._engine()
-        if engine is None or not self._fused_by_engine:
+        engine, fusions = self._engine(), self._fusions
+        if engine is None or not fusions:
             yield
             return
-        engine.unfuse_lora_weight()
-        self._fused_by_engine = False
+        for _ in range(fusions):
+            engine.unfuse_lora_weight()
+        self._fusions = 0
         try:
             yield
         finally:
-            engine.fuse_lora_weight()
-            self._fused_by_engine = True
+            for _ in range(fusions):
+                engine.fuse_lora_weight()
+            self._fusions = fusions
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The model runs its own layers for a while in which containers are in force."""
+        with self.weights_for_layers(), self.stack.aside():
+            yield
 
     def _has_lora(self) -> bool:
         engine = self._engine()

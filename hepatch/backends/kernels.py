@@ -101,6 +101,17 @@ class ContainerStack:
         with _standing_in(self._step_calls):
             yield
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The model runs its own layers for a while within `in_force`."""
+        before = [(module, module.__dict__.pop("forward", None)) for module, _ in self._prompt_calls]
+        try:
+            yield
+        finally:
+            for module, forward in before:
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
     def step_aside(self) -> None:
         """The model runs its own layers: takes away what stock's `eval` and `train` have set on them."""
         for module, _ in self._prompt_calls:
