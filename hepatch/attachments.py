@@ -22,6 +22,7 @@ from hepatch.region_store import BucketLeases, ExactLeases, Lease, RegionStore
 from hepatch.report import Counters, LastCall, OnceLog, Report, logger, refusal_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from hepatch.backends import KV, Forward
@@ -54,6 +55,7 @@ class Attachment:
         last_call: the latest generate.
         kv, state, regions: what decode steps work on; None until the first one, and after `release`.
         containers: DeepSpeed's containers, where this engine's were admitted.
+        lock: held by the thread that generates.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -73,6 +75,8 @@ class Attachment:
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
+        self._in_use = False
+        self.lock = threading.RLock()
         self.containers = self._take_containers(engine)
         self._static_cache = self._static_cache_obstacle()
         self._tensors: list[torch.Tensor] = list(self.model.parameters()) if self.model is not None else []
@@ -257,7 +261,7 @@ class Attachment:
         assert self.model is not None
         assert self.forward is not None
         if self.containers is not None:
-            self._prepare_containers(*call[:2])
+            self._prepare_containers(*call)
         if self.state is not None and self.state.relocations > MOST_RELOCATIONS:
             # Graphs that were recorded before stay until their region goes.
             self.drop_regions()
@@ -284,14 +288,15 @@ class Attachment:
         )
         return region, lease
 
-    def _prepare_containers(self, rows: int, prompt: int) -> None:
+    def _prepare_containers(self, rows: int, prompt: int, total: int) -> None:
         """Makes the workspace hold a call, and drops what was recorded of a memory that is no longer there.
 
         Dropped, not recorded anew in place: the old recordings of every position would stay in memory for good.
         """
         containers = self.containers
         assert containers is not None
-        containers.make_room(rows, prompt)
+        # The last token is never run through the model.
+        containers.make_room(rows, prompt, total - 1)
         if self._memory not in (None, containers.memory):
             self.drop_regions()
         self._memory = containers.memory
@@ -318,16 +323,32 @@ class Attachment:
         """To be held while a region serves a call: the weights are as its backend wants them."""
         return contextlib.nullcontext() if self.containers is None else self.containers.weights_for_kernels()
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """To be held while a region serves a call: its buffers hold one call at a time."""
+        self._in_use = True
+        try:
+            yield
+        finally:
+            self._in_use = False
+
+    def unsupported(self, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Why a call that begins now is no plain decode step for this engine, one phrase a reason.
+
+        Args:
+            model_kwargs: what the caller gives the model.
+        """
+        reasons = []
+        if self._in_use:
+            # As from the streamer of one.
+            reasons.append("another generate of this engine is in progress")
+        if self.containers is not None and model_kwargs.get("position_ids") is not None:
+            reasons.append("position_ids of the caller's, which DeepSpeed's kernels do not read")
+        return tuple(reasons)
+
     def own_layers(self) -> AbstractContextManager[None]:
         """To be held while the model's own layers serve a call."""
         return contextlib.nullcontext() if self.containers is None else self.containers.weights_for_layers()
-
-    def turn(self, lease: Lease, length: int) -> None:
-        """Makes the faces current that hold a whole call of `length` positions."""
-        assert self.kv is not None
-        assert self.state is not None
-        self.kv.turn(lease.rows, lease.window(length))
-        self.state.turn(lease.rows, lease.window(length))
 
     def refresh(self, region: Region) -> None:
         """After a prompt and before the first step: has graphs recorded anew where memory moved unseen by them.
@@ -386,6 +407,8 @@ class Attachment:
     def suspend(self) -> None:
         """`hepatch.disable()`: no regions, no caches, DeepSpeed's own decode graphs back in force."""
         self.drop_regions()
+        if self.containers is not None:
+            self.containers.suspend()
         engine = self._engine()
         if engine is not None and self._set_aside is not None:
             probes.give_back_decode_graphs(engine, self._set_aside)
@@ -393,6 +416,8 @@ class Attachment:
 
     def resume(self) -> None:
         """`hepatch.enable()` after `suspend`."""
+        if self.containers is not None:
+            self.containers.resume()
         engine = self._engine()
         if engine is not None and self._set_aside is None:
             self._set_aside = probes.set_aside_decode_graphs(engine)

@@ -6,6 +6,7 @@ token: a region or the original path. Whatever fails later ends in `recovery`, i
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
 from hepatch.readback import Outcome, Readback, WatchedStreamer
-from hepatch.recovery import finish_eagerly, start_again
+from hepatch.recovery import LayersStreamer, finish_eagerly, start_again
 from hepatch.region_store import RegionKey
 from hepatch.report import LastCall, logger
 
@@ -24,12 +25,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hepatch.attachments import Attachment
+    from hepatch.backends import KV
     from hepatch.generate_call import GenerateCall
     from hepatch.region import Region
     from hepatch.region_store import Lease
+    from hepatch.step_state import StepState
+
+
+def one_at_a_time(decoding: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes threads that generate with one engine take turns.
+
+    While a region serves, the model's modules are not what they are at other times, for every thread.
+    """
+
+    @functools.wraps(decoding)
+    def alone(
+        original: Callable[..., Any],
+        attachment: Attachment,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *more: Any,
+    ) -> Any:
+        if kwargs.get("streamer") is not None:
+            kwargs = {**kwargs, "streamer": WatchedStreamer(kwargs["streamer"], attachment.lock)}
+        with attachment.lock:
+            return decoding(original, attachment, args, kwargs, *more)
+
+    return alone
 
 
 @logged
+@one_at_a_time
 def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs one call of ``GenerationMixin._sample``.
 
@@ -56,7 +82,8 @@ def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any
         with attachment.own_layers():
             return original(*args, **kwargs)
     if reason is None:
-        return _Run(attachment, original, call).generate()
+        with attachment.in_use():
+            return _Run(attachment, original, call).generate()
     attachment.counters.eager_calls += 1
     with attachment.own_layers():
         result = original(*args, **kwargs)
@@ -65,6 +92,7 @@ def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any
 
 
 @logged
+@one_at_a_time
 def watch(
     original: Callable[..., Any], attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
 ) -> Any:
@@ -107,7 +135,7 @@ def _reason_for_eager(attachment: Attachment, call: GenerateCall) -> str | None:
         Call(
             training=attachment.training,
             total_tokens=total,
-            unsupported=call.unsupported,
+            unsupported=(*call.unsupported, *attachment.unsupported(call.model_kwargs)),
             rows=call.input_ids.shape[0],
             prompt_tokens=call.input_ids.shape[-1],
         ),
@@ -133,8 +161,14 @@ class _Run:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.readback: Readback | None = None
-        self.streamer = None if call.streamer is None else WatchedStreamer(call.streamer)
+        self.streamer: WatchedStreamer | None = call.streamer
+        if self.streamer is not None and not isinstance(self.streamer, WatchedStreamer):
+            # Not by keyword, as generate passes it.
+            self.streamer = WatchedStreamer(call.streamer, attachment.lock)
         self.lease: Lease
+        # Of this call also where a streamer releases the engine's in its middle.
+        self.kv: KV | None = None
+        self.state: StepState | None = None
         self._answer: Any = None
 
     def generate(self) -> Any:
@@ -162,15 +196,16 @@ class _Run:
         assert call.request is not None
         region, self.lease = attachment.ready(call.request, (call.batch, call.prompt, call.max_length))
         kv, state, forward = attachment.kv, attachment.state, attachment.forward
+        self.kv, self.state = kv, state
         assert kv is not None
         assert state is not None
         assert forward is not None
         prompt = call.prompt_on(state.device)
-        attachment.turn(self.lease, call.max_length)
+        self._turn()
         with ranges.prompt(call.batch, call.prompt):
             last = forward.prefill(kv, prompt)
         attachment.refresh(region)
-        attachment.turn(self.lease, call.max_length)
+        self._turn()
         state.begin(prompt.ids, prompt.mask, prompt.positions, call.request.ignored)
         # The prompt's token is chosen eagerly by the code that the region compiles.
         # Rows that pad the key up have ended already.
@@ -185,9 +220,17 @@ class _Run:
         self.known = call.prompt + 1
         return region
 
+    def _turn(self) -> None:
+        """Makes the faces current that hold the whole call."""
+        assert self.kv is not None
+        assert self.state is not None
+        window = self.lease.window(self.call.max_length)
+        self.kv.turn(self.lease.rows, window)
+        self.state.turn(self.lease.rows, window)
+
     def _draw(self) -> None:
         """Fresh noise for the next token, from torch's default generator; nothing where nothing is sampled."""
-        state = self.attachment.state
+        state = self.state
         assert state is not None
         if state.noise is not None:
             # Only the caller's rows: how a key is padded must not move the generator.
@@ -204,7 +247,7 @@ class _Run:
 
     def _decode(self, region: Region) -> Outcome:
         """Runs steps until every row has ended or the length is reached."""
-        call, readback, lease, state = self.call, self.readback, self.lease, self.attachment.state
+        call, readback, lease, state = self.call, self.readback, self.lease, self.state
         assert state is not None
         assert readback is not None
         outcome = readback.after_step()
@@ -219,11 +262,11 @@ class _Run:
 
     def _result(self, outcome: Outcome) -> Any:
         """What transformers would return, trimmed to where every row had ended."""
-        call, state = self.call, self.attachment.state
+        call, state = self.call, self.state
         assert state is not None
         length = outcome.ended or self.known
         # The faces that are current need not hold the whole call: the region turns them as it likes.
-        self.attachment.turn(self.lease, call.max_length)
+        self._turn()
         # A copy: the caller's result must not change with later calls.
         sequences = state.sequences(call.batch, length).to(call.input_ids.device)
         result: Any = sequences
@@ -243,10 +286,10 @@ class _Run:
         return result
 
     def _returned_cache(self, sequences: torch.Tensor) -> Any:
-        call, forward, state = self.call, self.attachment.forward, self.attachment.state
+        call, forward, state = self.call, self.attachment.forward, self.state
         assert forward is not None
         assert state is not None
-        return forward.returned_cache(self.attachment.kv, call.prompt_on(state.device), sequences.to(state.device))
+        return forward.returned_cache(self.kv, call.prompt_on(state.device), sequences.to(state.device))
 
     def _recover(self, error: Exception, doing: str) -> Any:
         attachment = self.attachment
@@ -265,10 +308,10 @@ class _Run:
 
     def _finish_eagerly(self, reason: str, needs_memory: bool = False) -> Any:
         """Ends the call on the original path, from the tokens that are certain."""
-        call, state = self.call, self.attachment.state
+        call, state = self.call, self.state
         ids, certain, seen = call.input_ids, self._certain(), 0
         if certain > call.prompt and state is not None:
-            self.attachment.turn(self.lease, call.max_length)
+            self._turn()
             ids = state.sequences(call.batch, certain).to(call.input_ids.device)
         new = certain - call.prompt
         self.attachment.counters.recoveries += 1
@@ -280,6 +323,7 @@ class _Run:
                 self.streamer.put(ids[:, column].cpu())
             seen = max(0, shown - certain)
         if needs_memory:
+            self.kv = self.state = self.readback = None
             self.attachment.drop_regions()
         with self.attachment.own_layers():
             result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
@@ -299,10 +343,11 @@ class _Run:
         containers.stack.ledger.lose()
         seen = 0 if self.streamer is None else self.streamer.puts
         try:
-            containers.make_room(call.batch, call.prompt)
+            containers.make_room(call.batch, call.prompt, call.max_length - 1)
+            streamer = None if self.streamer is None else LayersStreamer(self.streamer, containers)
             with self.attachment.serving(), containers.stack.in_force():
                 self._answer = start_again(
-                    self.original, call, ids, self.scores[: ids.shape[1] - call.prompt], self.streamer, seen
+                    self.original, call, ids, self.scores[: ids.shape[1] - call.prompt], streamer, seen
                 )
         except Exception as error:
             if self.streamer is not None and self.streamer.raised is error:
@@ -314,7 +359,7 @@ class _Run:
 
     def _certain(self) -> int:
         """How long a sequence the original is to go on from."""
-        state = self.attachment.state
+        state = self.state
         ended = 0 if state is None or self.known == self.call.prompt else int(state.status[0])
         if not 0 < ended <= self.known:
             ended = self.call.max_length

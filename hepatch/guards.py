@@ -194,7 +194,7 @@ GUARDS: Final[tuple[Guard, ...]] = (
         "weights",
         "engine",
         lambda facts: (
-            f"DeepSpeed's containers do not read the model's {facts.unseen_weight}, which was replaced"
+            f"DeepSpeed's containers do not read the model's {facts.unseen_weight}, which was replaced or converted"
             if facts.unseen_weight
             else None
         ),

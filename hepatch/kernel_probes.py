@@ -126,13 +126,20 @@ class PythonCounter:
         """Makes `tokens` what the next layer sees."""
         importlib.import_module(_WORKSPACE).InferenceContext.Instance().reset_tokens(tokens)
 
+    def capacity(self) -> int:
+        """Positions that the workspace has."""
+        return int(importlib.import_module(_WORKSPACE).InferenceContext.Instance().get_max_tokens_num())
+
+
+class _Mark:
+    """Stands for True, and is told from any other."""
+
 
 class KernelCounter:
     """The counter of the CUDA kernels, which Python cannot set.
 
     An attention op over a prompt of `n` tokens sets it to `n`. Captured into a graph that is thrown away, the op runs
-    on
-    the host alone: the counter moves, the device sees nothing. One capture suffices for any distance, in either
+    on the host alone: the counter moves, the device sees nothing. One capture suffices for any distance, in either
     direction.
 
     Args:
@@ -158,7 +165,7 @@ class KernelCounter:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._attend(2)
+            self._attend(self._prompt(2))
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self._stream = stream
@@ -169,22 +176,39 @@ class KernelCounter:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            # Made before the capture: within it, it would take memory for the graph alone, which stays reserved.
+            prompt = self._prompt(tokens - self._ahead)
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._attend(tokens - self._ahead)
+                self._attend(prompt)
             finally:
                 graph.capture_end()
         graph.reset()
 
-    def _attend(self, tokens: int) -> None:
-        config, attention = self._attention.config, self._attention
+    def capacity(self) -> int:
+        """Positions that the workspace really has: fewer than were asked for where memory was short.
+
+        Runs one op, which writes two positions, so only before a prompt.
+
+        Source: ``ds_softmax_context`` returns keys `[batch, heads, tokens, dim]` over memory that has
+        ``GetMaxTokenLength()`` positions a head.
+        """
+        _, keys, _ = self._attend(self._prompt(2))
+        return int(keys.stride(1) // keys.stride(2))
+
+    def _prompt(self, tokens: int) -> torch.Tensor:
+        """Queries, keys and values of one row, `[1, tokens, width]`; whatever they are."""
+        attention = self._attention
         groups = 3 * attention.num_attention_heads_per_partition
         if attention.num_kv_partition > 0:
             groups = attention.num_attention_heads_per_partition + 2 * attention.num_kv_partition
         width = groups * attention.hidden_size_per_attention_head
-        qkv = torch.zeros(1, tokens, width, dtype=config.dtype, device="cuda")
-        attention.compute_attention(
-            qkv_out=qkv,
+        return torch.zeros(1, tokens, width, dtype=attention.config.dtype, device="cuda")
+
+    def _attend(self, prompt: torch.Tensor) -> Any:
+        """Context, keys and values of an attention op over a prompt."""
+        return self._attention.compute_attention(
+            qkv_out=prompt,
             input_mask=None,
             layer_past=None,
             alibi=None,
@@ -204,6 +228,12 @@ def workspace_bytes(container: Any, batch: int, layers: int) -> int:
     activations = _ACTIVATIONS * padded * batch
     stored = layers * batch * (padded // config.mp_size) * 2
     return int((activations + scores + stored) * positions * each)
+
+
+def free_unused_memory() -> None:
+    """Gives back what torch's allocator keeps for later."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def room_for_workspace(needed: int, held: int) -> str | None:
@@ -242,15 +272,30 @@ def allocate_workspace(container: Any, batch: int, prompt: int, layers: int) -> 
     )
 
 
-def forbid_own_allocation(containers: list[Any]) -> None:
-    """Keeps the first layer from making a workspace of its own size at its next prompt."""
+def allow_own_allocation(containers: list[Any], allowed: bool) -> None:
+    """Whether the first layer makes a workspace of its own size at its next prompt, as stock's does at its first."""
     for container in containers:
-        container.module._should_allocate_workspace = False
+        container.module._should_allocate_workspace = allowed
 
 
 def workspace_is_allocated(container: Any) -> bool:
     """Whether the shared workspace holds memory, so far as Python knows."""
-    return bool(container.module.workspace.is_allocated())
+    workspace = container.module.workspace
+    return workspace is not None and bool(workspace.is_allocated())
+
+
+def mark_workspace(container: Any) -> object:
+    """Marks the workspace as made now, and returns the mark; making it anew takes the mark away, releasing it as well.
+
+    Source: ``WorkspaceOp._is_allocated``, which `allocate_workspace` sets to True and `release_workspace` to False.
+    """
+    mark = container.module.workspace._is_allocated = _Mark()
+    return mark
+
+
+def workspace_mark(container: Any) -> object:
+    """The mark of the workspace; True where it was made without one, False where it was released."""
+    return container.module.workspace._is_allocated
 
 
 def fuse_split_weights(container: Any) -> None:
@@ -276,13 +321,23 @@ def _lies_within(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return start <= part.data_ptr() < start + max(1, whole.nbytes)
 
 
-def unseen_weight(container: Any, layer: torch.nn.Module) -> str | None:
-    """The name of a weight of the layer that its container does not read, or None.
-
-    A parameter that was replaced by another object would leave the container with the old one.
-    """
-    read = [parameter for parameter in container.module.parameters() if parameter is not None]
+def unlike_weight(container: Any, layer: torch.nn.Module) -> str | None:
+    """The name of a weight of the layer that is of another dtype or on another device than its container, or None."""
+    dtype = container.module.config.dtype
+    devices = {fused.device for _, fused in _split_weights(container)}
     for name, parameter in layer.named_parameters():
+        if parameter.dtype != dtype or not devices <= {parameter.device}:
+            return name
+    return None
+
+
+def unseen_weight(stock: torch.nn.Module, own: torch.nn.Module) -> str | None:
+    """The name of a weight of the model's own module that what stands in for it does not read, or None.
+
+    A parameter that was replaced by another object would leave the stand-in with the old one.
+    """
+    read = [parameter for parameter in stock.parameters() if parameter is not None]
+    for name, parameter in own.named_parameters():
         # DeepSpeed's LoRA weights reach the kernels by being fused into the weight beside them.
         if "lora_" not in name and not any(_lies_within(parameter, whole) for whole in read):
             return name

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
     from hepatch.step_state import StepState
 
 
@@ -44,33 +47,37 @@ class WatchedStreamer:
 
     Args:
         streamer: transformers' streamer.
+        lock: held by whoever shows a token, and free while the streamer looks at it: it may wait for another thread.
 
     Attributes:
         raised: what it raised, or None.
         puts: how often it was shown something.
     """
 
-    def __init__(self, streamer: Any) -> None:
+    def __init__(self, streamer: Any, lock: threading.RLock) -> None:
         self._streamer = streamer
+        self._lock = lock
         self.raised: BaseException | None = None
         self.puts = 0
 
     def put(self, value: torch.Tensor) -> None:
         """Passes tokens `[batch]` on."""
         self.puts += 1
-        try:
-            self._streamer.put(value)
-        except BaseException as error:
-            self.raised = error
-            raise
+        self._pass_on(self._streamer.put, value)
 
     def end(self) -> None:
         """Passes the end on."""
+        self._pass_on(self._streamer.end)
+
+    def _pass_on(self, to: Callable[..., Any], *values: torch.Tensor) -> None:
+        self._lock.release()
         try:
-            self._streamer.end()
+            to(*values)
         except BaseException as error:
             self.raised = error
             raise
+        finally:
+            self._lock.acquire()
 
 
 class Readback:

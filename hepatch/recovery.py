@@ -21,6 +21,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hepatch.backends.containers import Containers
     from hepatch.generate_call import GenerateCall
 
 
@@ -160,6 +161,29 @@ class SkippedStart:
     def end(self) -> None:
         """Passes the end on."""
         self._streamer.end()
+
+
+class LayersStreamer:
+    """A streamer that finds the model with its own layers, as it does while a region serves, though containers run.
+
+    Args:
+        streamer: the caller's.
+        containers: of the engine.
+    """
+
+    def __init__(self, streamer: Any, containers: Containers) -> None:
+        self._streamer = streamer
+        self._containers = containers
+
+    def put(self, value: torch.Tensor) -> None:
+        """Passes tokens `[batch]` on."""
+        with self._containers.aside():
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        """Passes the end on."""
+        with self._containers.aside():
+            self._streamer.end()
 
 
 def start_again(

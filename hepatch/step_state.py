@@ -10,6 +10,8 @@ import torch
 from hepatch.sampling import TokensSoFar
 from hepatch.static_buffer import StaticBuffer, make_static
 
+_OF_SOME_SELECTIONS = ("noise", "scores", "logits")
+
 
 class StepState:
     """What is known of a batch between two steps. Tensors are faces for the rows and the window that are current.
@@ -76,8 +78,15 @@ class StepState:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the buffers are; a recording is of no use once one has moved."""
-        return tuple(buffer.address for buffer in self._memory.values())
+        """Where the buffers are that the current call uses; a recording is of no use once one of its own has moved.
+
+        Where only another selection's have moved a recording is replayed, and must be expected to be.
+        """
+        return tuple(
+            buffer.address
+            for name, buffer in self._memory.items()
+            if name not in _OF_SOME_SELECTIONS or getattr(self, name) is not None
+        )
 
     def reserve(self, rows: int, tokens: int, *, noise: bool, scores: bool, logits: bool) -> None:
         """Makes room for a call and makes the faces of its rows current.
@@ -97,7 +106,7 @@ class StepState:
         self.row_positions = self._memory["row_positions"].face(rows, 1, dynamic=(0,))
         self.finished = self._memory["finished"].face(rows, dynamic=(0,))
         self.ignored = self._memory["ignored"].face(rows, dynamic=(0,))
-        for name, wanted in (("noise", noise), ("scores", scores), ("logits", logits)):
+        for name, wanted in zip(_OF_SOME_SELECTIONS, (noise, scores, logits), strict=True):
             face = None
             if wanted:
                 self._memory[name].reserve(max(rows, self._least_rows) * self._vocabulary)

@@ -56,6 +56,8 @@ def admit(engine: Any, policies: dict[type, tuple[Any, Any]]) -> None:
     try:
         with torch.inference_mode(False), torch.no_grad():
             kernel_probes.set_class_state(kernel_probes.fresh_class_state())
+            # The kernels measure free memory once in a process, at the first workspace.
+            kernel_probes.free_unused_memory()
             double = _disposable_copy(model, first.dtype, first.device)
             _compare_structure(layers, _layers(double, policies, LAYERS, name), name)
             forward = _with_containers(engine, double, policies)
@@ -138,10 +140,12 @@ def _compare(forward: KernelsForward, device: torch.device, name: str) -> None:
     for rows, columns, padding in SEQUENCES:
         if rows == SEQUENCES[0][0]:
             kernel_probes.allocate_workspace(forward.stack.containers[0], rows, columns, LAYERS)
-            kernel_probes.forbid_own_allocation(forward.stack.containers)
+            kernel_probes.allow_own_allocation(forward.stack.containers, False)
             if not kernel_probes.workspace_is_allocated(forward.stack.containers[0]):
                 # A release by hand would not be noticed.
                 raise ContainersNotAdmittedError("DeepSpeed's workspace does not say that it is allocated")
+            if forward.stack.capacity() < columns + STEPS:
+                raise ContainersNotAdmittedError("DeepSpeed's workspace has no room for a few tokens")
         try:
             worst = max(_differences(forward, rows, columns, padding, device))
         except Exception as error:

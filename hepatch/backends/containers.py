@@ -124,7 +124,6 @@ class Containers:
 
     Attributes:
         forward: the model's forward through them.
-        max_tokens: positions that the workspace has.
     """
 
     def __init__(self, engine: Any, model: Any) -> None:
@@ -135,25 +134,30 @@ class Containers:
         self._layers = list(engine._orig_modules)
         self.stack: ContainerStack = ContainerStack(self._layers, containers, kernel_probes.other_modules(engine))
         self.forward: KernelsForward = KernelsForward(model, self.stack)
-        self.max_tokens = int(containers[0].module.config.max_out_tokens)
+        self._tokens = int(containers[0].module.config.max_out_tokens)
         self.generation = 0
         self._first = containers[0]
         self._tensors = self.stack.tensors()
         self._looked_at: int | None = None
         self._unseen: str | None = None
         self._rows = 0
-        self._fused_by_engine = False
+        self._fusions = 0
+        self._mark: object = None
         # What stock puts in for projections outside the layers freezes their weights, and they would never train.
         for parameter in engine.__dict__.pop(_TRAINED, ()):
             parameter.requires_grad_(True)
         # Stock leads the model's generate to the engine's. Nothing of the engine stays on the model, so that its copies
         # are ordinary; the class's own generate reaches the region as well.
         engine.module.__dict__.pop("generate", None)
-        # One object, so that a release by hand is seen. Not setattr: it is a module, and some releases of DeepSpeed look
-        # in vain for an engine's submodules.
+        # One object, so that a release by hand is seen. Not setattr: it is a module, and some releases of DeepSpeed do
+        # not find an engine's submodules.
         engine.__dict__["workspace"] = self._first.module.workspace
-        kernel_probes.forbid_own_allocation(containers)
-        self.stack.step_aside()
+        self.resume()
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions of the workspace: as asked for, or fewer where memory was short when it was made."""
+        return self._tokens
 
     @property
     def rows(self) -> int:
@@ -168,6 +172,16 @@ class Containers:
     def workspace_bytes(self, rows: int) -> int:
         """Bytes of a workspace for `rows` rows."""
         return kernel_probes.workspace_bytes(self._first, rows, len(self._layers))
+
+    def suspend(self) -> None:
+        """Leaves the containers to stock, which has to make the workspace where there is none."""
+        if not kernel_probes.workspace_is_allocated(self._first):
+            kernel_probes.allow_own_allocation(self.stack.containers, True)
+
+    def resume(self) -> None:
+        """Takes the containers back."""
+        kernel_probes.allow_own_allocation(self.stack.containers, False)
+        self.stack.step_aside()
 
     def step_aside(self) -> None:
         """The model runs its own layers."""
@@ -192,10 +206,17 @@ class Containers:
 
     def _look_for_unseen(self) -> str | None:
         for index, (container, layer) in enumerate(zip(self.stack.containers, self._layers, strict=True)):
-            kernel_probes.fuse_split_weights(container)
-            name = kernel_probes.unseen_weight(container, layer)
+            # Before anything is fused: it would make the model's weights what the container was built with.
+            name = kernel_probes.unlike_weight(container, layer)
+            if name is None:
+                kernel_probes.fuse_split_weights(container)
+                name = kernel_probes.unseen_weight(container.module, layer)
             if name is not None:
                 return f"{name} of layer {index}"
+        for own, stock in self.stack.others:
+            name = kernel_probes.unseen_weight(stock, own)
+            if name is not None:
+                return f"{name} of {type(own).__name__}"
         return None
 
     def no_room(self, rows: int) -> str | None:
@@ -206,8 +227,13 @@ class Containers:
         held = 0 if released else self.workspace_bytes(self._rows)
         return kernel_probes.room_for_workspace(self.workspace_bytes(rows), held)
 
-    def make_room(self, rows: int, prompt: int) -> None:
+    def make_room(self, rows: int, prompt: int, length: int) -> None:
         """Has the workspace hold `rows` rows; a larger one takes the place of what is there, whose recordings are void.
+
+        Args:
+            rows: of the call.
+            prompt: columns of the prompt.
+            length: positions that the call writes.
 
         Raises:
             WorkspaceError: there is no memory for it.
@@ -217,52 +243,79 @@ class Containers:
         obstacle = self.no_room(rows)
         if obstacle is not None:
             raise WorkspaceError(obstacle)
-        # Never smaller: the layout follows the rows it was made for, whatever the memory is.
-        rows = max(rows, self._rows)
+        if not self._made_by_others():
+            # Never smaller, so that batches in turns record once.
+            rows = max(rows, self._rows)
         self.stack.ledger.lose()
         kernel_probes.allocate_workspace(self._first, rows, prompt, len(self._layers))
+        self._mark = kernel_probes.mark_workspace(self._first)
         self._rows = rows
         self.generation += 1
+        self._tokens = self.stack.capacity()
+        if length > self._tokens:
+            # The kernels would write past the end of a head's memory without a word.
+            raise WorkspaceError(
+                f"DeepSpeed's workspace has {self._tokens} positions for {rows} rows, {length} are needed"
+            )
 
     def _holds(self, rows: int) -> bool:
-        return rows <= self._rows and kernel_probes.workspace_is_allocated(self._first)
+        allocated = kernel_probes.workspace_is_allocated(self._first)
+        return rows <= self._rows and allocated and not self._made_by_others()
+
+    def _made_by_others(self) -> bool:
+        """Whether the workspace was made anew, for other rows, since it was made here: as for a shared prefill."""
+        return self._rows > 0 and kernel_probes.workspace_mark(self._first) not in (self._mark, False)
 
     @contextlib.contextmanager
     def engine_generates(self) -> Iterator[None]:
-        """Around the engine's own `generate`, which fuses LoRA weights into the model's for its length."""
-        before, self._fused_by_engine = self._fused_by_engine, bool(self._has_lora())
+        """Around the engine's own `generate`, which fuses LoRA weights into the model's for its length.
+
+        One within another, from a streamer, fuses them once more.
+        """
+        before = self._fusions
+        self._fusions += self._has_lora()
         try:
             yield
         finally:
-            self._fused_by_engine = before
+            self._fusions = before
 
     @contextlib.contextmanager
     def weights_for_kernels(self) -> Iterator[None]:
         """LoRA is part of the weights: the kernels know nothing of it."""
         engine = self._engine()
-        if engine is None or not self._has_lora() or self._fused_by_engine:
+        if engine is None or not self._has_lora() or self._fusions:
             yield
             return
         engine.fuse_lora_weight()
+        self._fusions = 1
         try:
             yield
         finally:
+            self._fusions = 0
             engine.unfuse_lora_weight()
 
     @contextlib.contextmanager
     def weights_for_layers(self) -> Iterator[None]:
         """LoRA is beside the weights: the model's layers add it themselves."""
-        engine = self._engine()
-        if engine is None or not self._fused_by_engine:
+        engine, fusions = self._engine(), self._fusions
+        if engine is None or not fusions:
             yield
             return
-        engine.unfuse_lora_weight()
-        self._fused_by_engine = False
+        for _ in range(fusions):
+            engine.unfuse_lora_weight()
+        self._fusions = 0
         try:
             yield
         finally:
-            engine.fuse_lora_weight()
-            self._fused_by_engine = True
+            for _ in range(fusions):
+                engine.fuse_lora_weight()
+            self._fusions = fusions
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The model runs its own layers for a while in which containers are in force."""
+        with self.weights_for_layers(), self.stack.aside():
+            yield
 
     def _has_lora(self) -> bool:
         engine = self._engine()

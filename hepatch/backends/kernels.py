@@ -55,6 +55,7 @@ class ContainerStack:
 
     Attributes:
         ledger: where the kernels stand.
+        others: as given.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ContainerStack:
         self._counter = kernel_probes.PythonCounter() if self.in_python else kernel_probes.KernelCounter(containers[0])
         self.ledger = PositionLedger(self._counter, len(containers))
         self.modules = [container.module for container in containers]
-        self._others = others
+        self.others = others
         # Embeddings are exact whichever way they are looked up, and the prompt's are stock's.
         opaque = [(own, stock) for own, stock in others if not isinstance(own, torch.nn.Embedding)]
         self._opaque: list[Any] = [stock for _, stock in opaque]
@@ -100,6 +101,17 @@ class ContainerStack:
         with _standing_in(self._step_calls):
             yield
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The model runs its own layers for a while within `in_force`."""
+        before = [(module, module.__dict__.pop("forward", None)) for module, _ in self._prompt_calls]
+        try:
+            yield
+        finally:
+            for module, forward in before:
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
     def step_aside(self) -> None:
         """The model runs its own layers: takes away what stock's `eval` and `train` have set on them."""
         for module, _ in self._prompt_calls:
@@ -109,6 +121,10 @@ class ContainerStack:
         """To be called before a prompt: once, runs the kernels on the stream on which the counter is moved."""
         if isinstance(self._counter, kernel_probes.KernelCounter):
             self._counter.warm_up()
+
+    def capacity(self) -> int:
+        """Positions that the workspace has; to be asked before a prompt."""
+        return self._counter.capacity()
 
     def prompt_has_run(self, tokens: int) -> None:
         """A prompt of `tokens` columns has run through every container."""

@@ -25,6 +25,7 @@ RELIED_ON = [
     (f"{OPS}.op_binding.workspace", "WorkspaceOp", "is_allocated"),
     (f"{OPS}.op_binding.workspace", "WorkspaceOp", "release_workspace"),
     (f"{OPS}.op_binding.workspace", "InferenceContext", "reset_tokens"),
+    (f"{OPS}.op_binding.workspace", "InferenceContext", "get_max_tokens_num"),
     ("deepspeed.module_inject.containers.features.hybrid_engine", "HybridEngineContainer", "transform_for_inference"),
     ("deepspeed.module_inject.containers.features.hybrid_engine", "HybridEngineContainer", "reset_params"),
     ("deepspeed.module_inject.policy", None, "maybe_get_lora"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,29 @@ def test_a_workspace_released_by_hand_is_made_again(build: Any, by: str) -> None
 
     actor.agree(**prompt, max_new_tokens=9)
     assert actor.report.recoveries == 0
+
+
+def test_a_shared_prefill_of_deepspeeds_rollout(build: Any) -> None:
+    """It makes the workspace for its own rows, fewer or more than before: where keys are stored changes with them."""
+    rollout = pytest.importorskip("deepspeed.runtime.rollout.hybrid_engine_rollout")
+    from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
+
+    actor = build()
+    tokenizer = SimpleNamespace(pad_token_id=engines.PAD, eos_token_id=3)
+    shared = rollout.HybridEngineRollout(
+        actor.engine, tokenizer, rollout.HybridEngineRolloutConfig(use_shared_prefill=True)
+    )
+    asked = SamplingConfig(max_new_tokens=6, temperature=0.0, n_samples_per_prompt=2)
+    for before in (8, 2):
+        actor.agree(**engines.prompts(before, 12, (2,)), max_new_tokens=6)
+        prompt = engines.prompts(2, 12, (2,), seed=before)
+
+        got = shared.generate(RolloutRequest(prompt["input_ids"], prompt["attention_mask"]), asked).input_ids
+
+        twice = {name: value.repeat_interleave(2, 0) for name, value in prompt.items()}
+        assert_same_tokens(actor.expected(**twice, max_new_tokens=6), got)
+        actor.agree(**engines.prompts(8, 12, (2,)), max_new_tokens=6)
+    assert actor.report.failures == ()
 
 
 def test_no_memory_for_a_larger_batch(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:

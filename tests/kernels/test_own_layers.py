@@ -159,6 +159,39 @@ def test_another_forward_within_a_sequence_disturbs_nothing(build: Any) -> None:
     assert actor.report.last_call.path == "fused"
 
 
+def test_switched_off_before_the_first_generate(build: Any) -> None:
+    """The workspace that hepatch would have made is stock's to make then."""
+    actor = build()
+    module = actor.engine._inference_containers[0].module
+    prompt = engines.prompts(5, 6, (2,))
+
+    hepatch.disable()
+    actor.engine.eval()
+    assert not module.workspace.is_allocated()
+    with torch.no_grad():
+        got = actor.engine.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=engines.PAD)
+    assert module.workspace.is_allocated()
+    hepatch.enable()
+
+    assert "forward" not in actor.engine._orig_modules[0].__dict__
+    assert_same_tokens(actor.expected(**prompt, max_new_tokens=8), got)
+    for rows in (2, 7):
+        actor.agree(**engines.prompts(rows, 12, (2,)), max_new_tokens=8)
+
+
+def test_positions_of_the_callers(build: Any) -> None:
+    """transformers leaves such positions as they are at each step, and the kernels count for themselves."""
+    actor = build("llama")
+    prompt = engines.prompts(2, 6, (2,))
+    positions = (prompt["attention_mask"].cumsum(-1) - 1).clamp_min(0) + 3
+
+    expected = actor.expected(**prompt, position_ids=positions, max_new_tokens=8)
+    got = actor.generated(**prompt, position_ids=positions, max_new_tokens=8)
+
+    assert_same_tokens(expected, got)
+    assert "position_ids" in actor.report.last_call.reason
+
+
 def test_switched_off_the_engine_is_stocks(build: Any) -> None:
     """`disable` gives back what the engine was built with: containers in eval mode, layers in train mode."""
     actor = build()

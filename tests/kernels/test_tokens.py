@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hepatch import attachments
 from tests import engines
 from tests.agreement import Actor, assert_same_tokens
 from tests.forked import run_python
@@ -81,6 +82,22 @@ def test_sampling_is_reproducible_and_stays_in_the_support(build: Any) -> None:
     for column in range(6, 18):
         best = logits[1, column - 1].topk(5).indices.tolist()
         assert int(answers[0][1, column]) in best
+
+
+def test_buffers_of_another_selection_void_no_recording(build: Any) -> None:
+    """CUDA graph trees would replay where the region, and with it the ledger, expects a recording."""
+    actor = build()
+    prompt = engines.prompts(2, 6, (2,))
+    for _ in range(2):
+        actor.agree(**prompt, max_new_tokens=6)
+    region = attachments.of_model(actor.model).regions.any_region
+    visits = dict(region.visits)
+
+    actor.generated(**prompt, max_new_tokens=6, do_sample=True)
+    actor.generated(**prompt, max_new_tokens=6, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    actor.agree(**prompt, max_new_tokens=6)
+
+    assert dict(region.visits) == {key: count + 1 for key, count in visits.items()}
 
 
 def test_dict_output_with_scores_and_a_cache_of_transformers_own(build: Any) -> None:

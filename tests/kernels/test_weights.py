@@ -80,6 +80,42 @@ def test_replaced_by_another_parameter(build: Any) -> None:
     assert "fc1.weight of layer 1" in actor.report.last_call.reason
 
 
+@pytest.mark.parametrize("place", ["lm_head", "model.decoder.final_layer_norm", "model.decoder.embed_tokens"])
+def test_replaced_outside_the_layers(build: Any, place: str) -> None:
+    """What stands in for a norm, a projection or an embedding keeps the old object as well."""
+    actor = build()
+    prompt = engines.prompts(2, 7, (2,))
+    actor.agree(**prompt, max_new_tokens=6)
+    for model in (actor.model, actor.oracle):
+        module = model.get_submodule(place)
+        torch.manual_seed(3)
+        module.weight = torch.nn.Parameter(torch.randn_like(module.weight))
+
+    expected = actor.expected(**prompt, max_new_tokens=6)
+
+    assert_same_tokens(expected, actor.generated(**prompt, max_new_tokens=6))
+    assert "[weights]" in actor.report.last_call.reason
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_converted_and_back(build: Any, family: str) -> None:
+    """Containers are of one dtype: in another the layers serve, and nothing becomes what the containers were."""
+    actor = build(family)
+    prompt = engines.prompts(2, 7, (2,))
+    actor.agree(**prompt, max_new_tokens=6)
+    for model in (actor.model, actor.oracle):
+        model.to(torch.bfloat16)
+
+    expected = actor.expected(**prompt, max_new_tokens=6)
+
+    assert_same_tokens(expected, actor.generated(**prompt, max_new_tokens=6))
+    assert "[weights]" in actor.report.last_call.reason
+    assert {parameter.dtype for parameter in actor.model.parameters()} == {torch.bfloat16}
+    for model in (actor.model, actor.oracle):
+        model.to(torch.float32)
+    actor.agree(**prompt, max_new_tokens=6)
+
+
 class LoraLinear(torch.nn.Linear):
     """A linear layer with an adapter, in the form that DeepSpeed's containers fuse."""
 
