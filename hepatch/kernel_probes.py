@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,9 +87,15 @@ def layer_policies(engine: Any, populate: Any) -> dict[type, tuple[Any, Any]]:
     Raises:
         Exception: whatever a policy raises; SystemExit too.
     """
-    # Stock and its policies print and warn about models that are none of ours.
-    with contextlib.redirect_stdout(io.StringIO()):
-        populate()
+    # Stock and its policies print and warn about what comes of a model without containers; here something else does.
+    said = importlib.import_module("deepspeed.utils").logger
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            populate()
+    finally:
+        said.setLevel(level)
     return {
         layer: policy
         for layer, policy in engine.inference_policies.items()

@@ -110,7 +110,7 @@ class TestAttachFails:
         expected = oracle.generate(**prompt, max_new_tokens=3, do_sample=False)
 
         assert engine.generate(**prompt, max_new_tokens=3, do_sample=False).tolist() == expected.tolist()
-        assert [record.message for record in caplog.records] == [
+        assert [record.message for record in caplog.records if record.name == "hepatch"] == [
             "hepatch: eager for Qwen2ForCausalLM [attach]: ZeroDivisionError: a bug. Please report this."
         ]
 
