@@ -11,10 +11,11 @@ import contextlib
 import importlib
 import inspect
 import io
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from hepatch import stock_probes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,14 +89,8 @@ def layer_policies(engine: Any, populate: Any) -> dict[type, tuple[Any, Any]]:
         Exception: whatever a policy raises; SystemExit too.
     """
     # Stock and its policies print and warn about what comes of a model without containers; here something else does.
-    said = importlib.import_module("deepspeed.utils").logger
-    level = said.level
-    said.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            populate()
-    finally:
-        said.setLevel(level)
+    with stock_probes.silent("DeepSpeed"), contextlib.redirect_stdout(io.StringIO()):
+        populate()
     return {
         layer: policy
         for layer, policy in engine.inference_policies.items()
@@ -128,6 +123,9 @@ def seen_tokens(module: Any) -> int:
 
 class PythonCounter:
     """The counter of the torch fallbacks."""
+
+    def warm_up(self) -> None:
+        """Nothing: no stream has to be known."""
 
     def put(self, tokens: int) -> None:
         """Makes `tokens` what the next layer sees."""

@@ -41,29 +41,26 @@ class AlreadyFinished:
 
 
 class ResumedStreamer:
-    """Shows a streamer what it has not seen, and for a finished row padding instead of what the first step chose.
+    """Shows a streamer, for a finished row, padding instead of what the first step chose.
 
     Args:
-        streamer: the caller's.
+        streamer: what is to be shown.
         rows: bool `[batch]`, rows that had finished.
         pad: the padding id.
-        seen: steps of the recovered loop whose tokens the streamer has seen already.
     """
 
-    def __init__(self, streamer: Any, rows: torch.Tensor, pad: int, seen: int) -> None:
+    def __init__(self, streamer: Any, rows: torch.Tensor, pad: int) -> None:
         self._streamer = streamer
         self._rows = rows
         self._pad = pad
-        self._seen = seen
-        self._step = 0
+        self._is_first = True
 
     def put(self, value: torch.Tensor) -> None:
         """Passes tokens `[batch]` on."""
-        if self._step == 0:
+        if self._is_first:
             value = value.masked_fill(self._rows.to(value.device), self._pad)
-        self._step += 1
-        if self._step > self._seen:
-            self._streamer.put(value)
+        self._is_first = False
+        self._streamer.put(value)
 
     def end(self) -> None:
         """Passes the end on."""
@@ -99,7 +96,7 @@ def finish_eagerly(
     if new and bool(finished.any()):
         criteria = type(criteria)([*criteria, AlreadyFinished(finished)])
     if streamer is not None:
-        streamer = ResumedStreamer(streamer, finished, call.request.pad, seen)
+        streamer = ResumedStreamer(SkippedStart(streamer, seen), finished, call.request.pad)
     result = original(
         ids,
         logits_processor=call.processors,

@@ -84,7 +84,7 @@ def policies(model: torch.nn.Module) -> Policies:
     container = object()
     engine = SimpleNamespace(module=model, new_inference_container=container, inference_policies={})
     try:
-        with _silent("DeepSpeed"):
+        with silent("DeepSpeed"):
             original(engine)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - policies raise whatever they like, some of them exit
         return Policies(error=f"{type(error).__name__}: {error}")
@@ -170,7 +170,7 @@ def validate_section(section: dict[str, Any]) -> str | None:
 
 
 @contextlib.contextmanager
-def _silent(logger: str) -> Iterator[None]:
+def silent(logger: str) -> Iterator[None]:
     """Holds back a logger: what stock would warn about is told here in another place."""
     quiet = logging.getLogger(logger)
     before, quiet.disabled = quiet.disabled, True

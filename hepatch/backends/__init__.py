@@ -67,7 +67,6 @@ class Forward(Protocol):
     """A model's forward by one backend."""
 
     model: Any
-    backend: str
     records_at_once: bool
     """A key is recorded at its first visit; only the first key of all is warmed up."""
 

@@ -100,16 +100,16 @@ def _not_wanted(engine: Any) -> str | None:
 
 def _taken() -> str | None:
     global _owner  # noqa: PLW0603 - see choose_policies
-    if _owner is not None and _owner() is None:
+    if _owner is not None:
+        if _owner() is not None:
+            # An engine that was let go may still hang in a cycle.
+            gc.collect()
+        if _owner() is not None:
+            return (
+                "another engine of this process has DeepSpeed's containers, which share one workspace and one position"
+            )
         _owner = None
         kernel_probes.set_class_state(kernel_probes.fresh_class_state())
-    if _owner is not None:
-        # An engine that was let go may still hang in a cycle.
-        gc.collect()
-    if _owner is not None and _owner() is not None:
-        return "another engine of this process has DeepSpeed's containers, which share one workspace and one position"
-    if _owner is not None:
-        return _taken()
     if kernel_probes.class_state().layers:
         return "containers that were built without hepatch may still be in use in this process"
     return None
@@ -131,8 +131,9 @@ class Containers:
 
         containers = list(engine._inference_containers)
         self._engine = weakref.ref(engine)
-        self._layers = list(engine._orig_modules)
-        self.stack: ContainerStack = ContainerStack(self._layers, containers, kernel_probes.other_modules(engine))
+        self.stack: ContainerStack = ContainerStack(
+            list(engine._orig_modules), containers, kernel_probes.other_modules(engine)
+        )
         self.forward: KernelsForward = KernelsForward(model, self.stack)
         self._tokens = int(containers[0].module.config.max_out_tokens)
         self.generation = 0
@@ -171,7 +172,7 @@ class Containers:
 
     def workspace_bytes(self, rows: int) -> int:
         """Bytes of a workspace for `rows` rows."""
-        return kernel_probes.workspace_bytes(self._first, rows, len(self._layers))
+        return kernel_probes.workspace_bytes(self._first, rows, len(self.stack.layers))
 
     def suspend(self) -> None:
         """Leaves the containers to stock, which has to make the workspace where there is none."""
@@ -205,7 +206,7 @@ class Containers:
         return self.generation, self._looked_at
 
     def _look_for_unseen(self) -> str | None:
-        for index, (container, layer) in enumerate(zip(self.stack.containers, self._layers, strict=True)):
+        for index, (container, layer) in enumerate(zip(self.stack.containers, self.stack.layers, strict=True)):
             # Before anything is fused: it would make the model's weights what the container was built with.
             name = kernel_probes.unlike_weight(container, layer)
             if name is None:
@@ -247,7 +248,7 @@ class Containers:
             # Never smaller, so that batches in turns record once.
             rows = max(rows, self._rows)
         self.stack.ledger.lose()
-        kernel_probes.allocate_workspace(self._first, rows, prompt, len(self._layers))
+        kernel_probes.allocate_workspace(self._first, rows, prompt, len(self.stack.layers))
         self._mark = kernel_probes.mark_workspace(self._first)
         self._rows = rows
         self.generation += 1

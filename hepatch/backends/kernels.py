@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hepatch import kernel_probes, probes
-from hepatch.backends.step import last_logits
+from hepatch.backends.step import last_logits, without_hooks
 from hepatch.ledger import PositionLedger
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class ContainerStack:
 
     def before_prompt(self) -> None:
         """To be called before a prompt: once, runs the kernels on the stream on which the counter is moved."""
-        if isinstance(self._counter, kernel_probes.KernelCounter):
-            self._counter.warm_up()
+        self._counter.warm_up()
 
     def capacity(self) -> int:
         """Positions that the workspace has; to be asked before a prompt."""
@@ -291,7 +290,6 @@ class KernelsForward:
     the length of the sequence from the shape of a tuple of keys and values; the others from ``cache_position``.
     """
 
-    backend = "kernels"
     # A key is recorded at its first visit, once the kernels have run on the stream of the captures.
     records_at_once = True
 
@@ -359,8 +357,7 @@ class KernelsDecoder:
     def __init__(self, forward: KernelsForward, state: Any) -> None:
         self._forward = forward
         self._state = state
-        config = probes.text_config(forward.model)
-        self._heads = int(config.num_attention_heads)
+        self._heads, _ = probes.attention_heads(forward.model)
         self._layers = len(forward.stack.containers)
         self.idle_hooks = probes.inspect_model(forward.model).idle_hooks
 
@@ -388,11 +385,7 @@ class KernelsDecoder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """To be held around every `step`, traced or compiled."""
-        with contextlib.ExitStack() as replaced:
-            replaced.enter_context(self._forward.stack.opaque())
-            for table in self.idle_hooks:
-                replaced.callback(table.update, dict(table))
-                table.clear()
+        with self._forward.stack.opaque(), without_hooks(self.idle_hooks):
             yield
 
     def step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from hepatch import probes
 from hepatch.backends import attention
 from hepatch.backends.layers import LayerCalls, LayerStack
 from hepatch.backends.static_kv import StaticKV
-from hepatch.backends.step import StepView, last_logits
+from hepatch.backends.step import StepView, last_logits, without_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +127,6 @@ class NativeForward:
     ``cache_position`` up to 5.17) are probed, never inferred from a version.
     """
 
-    backend = "native"
     records_at_once = False
 
     def __init__(self, model: Any, *, own_attention: bool = False, layered: bool = True) -> None:
@@ -273,9 +272,7 @@ class Decoder:
                 replaced.enter_context(attention.chosen(self._config))
             if self.stack is not None:
                 replaced.enter_context(self.stack.opaque())
-            for table in self.idle_hooks:
-                replaced.callback(table.update, dict(table))
-                table.clear()
+            replaced.enter_context(without_hooks(self.idle_hooks))
             yield
 
     def step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass
@@ -19,6 +23,16 @@ class StepView:
 
     position: torch.Tensor
     mask: torch.Tensor | None = None
+
+
+@contextlib.contextmanager
+def without_hooks(tables: list[dict[int, Any]]) -> Iterator[None]:
+    """Empties tables of hooks for a while: a step does without them, and Dynamo would trace them."""
+    with contextlib.ExitStack() as emptied:
+        for table in tables:
+            emptied.callback(table.update, dict(table))
+            table.clear()
+        yield
 
 
 def last_logits(output: Any) -> torch.Tensor:

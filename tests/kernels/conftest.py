@@ -33,7 +33,7 @@ def build() -> Iterator[Callable[..., Actor]]:
     def build(family: str = "opt", expect: str = "kernels", seed: int = 0, **engine_arguments: Any) -> Actor:
         actor = Actor(families.build(family, seed), **engine_arguments)
         built.append(actor)
-        backend = "native" if actor.report.backend == "native" else actor.report.backend
+        backend = actor.report.backend
         assert backend == expect, (backend, containers.obstacle_of(actor.engine), actor.report.refusals)
         return actor
 
