@@ -48,7 +48,7 @@ def opt(vocabulary: int = VOCABULARY, **more: Any) -> Any:
     """An OPT model: learned positions, biases, ReLU."""
     import transformers as t
 
-    return _finish(
+    return finish(
         t.OPTForCausalLM,
         t.OPTConfig(
             **{
@@ -73,21 +73,21 @@ def llama(vocabulary: int = VOCABULARY, **more: Any) -> Any:
     """A Llama model with grouped queries: four heads over two KV heads."""
     import transformers as t
 
-    return _finish(t.LlamaForCausalLM, t.LlamaConfig(**{**_decoder(vocabulary, num_key_value_heads=2), **more}))
+    return finish(t.LlamaForCausalLM, t.LlamaConfig(**{**_decoder(vocabulary, num_key_value_heads=2), **more}))
 
 
 def gpt_neox(vocabulary: int = VOCABULARY, **more: Any) -> Any:
     """A GPT-NeoX model: parallel residual, partial rotary, one fused QKV matrix."""
     import transformers as t
 
-    return _finish(t.GPTNeoXForCausalLM, t.GPTNeoXConfig(**{**_decoder(vocabulary), **more}))
+    return finish(t.GPTNeoXForCausalLM, t.GPTNeoXConfig(**{**_decoder(vocabulary), **more}))
 
 
 def qwen2(vocabulary: int = VOCABULARY, **more: Any) -> Any:
     """A Qwen2 model: grouped queries with QKV biases."""
     import transformers as t
 
-    return _finish(t.Qwen2ForCausalLM, t.Qwen2Config(**{**_decoder(vocabulary, num_key_value_heads=2), **more}))
+    return finish(t.Qwen2ForCausalLM, t.Qwen2Config(**{**_decoder(vocabulary, num_key_value_heads=2), **more}))
 
 
 def qwen3(vocabulary: int = VOCABULARY, **more: Any) -> Any:
@@ -95,7 +95,7 @@ def qwen3(vocabulary: int = VOCABULARY, **more: Any) -> Any:
     import transformers as t
 
     settings = {**_decoder(vocabulary, num_key_value_heads=2, head_dim=16), **more}
-    return _finish(t.Qwen3ForCausalLM, t.Qwen3Config(**settings))
+    return finish(t.Qwen3ForCausalLM, t.Qwen3Config(**settings))
 
 
 def mistral(vocabulary: int = VOCABULARY, **more: Any) -> Any:
@@ -103,7 +103,7 @@ def mistral(vocabulary: int = VOCABULARY, **more: Any) -> Any:
     import transformers as t
 
     settings = {**_decoder(vocabulary, num_key_value_heads=2, sliding_window=8), **more}
-    return _finish(t.MistralForCausalLM, t.MistralConfig(**settings))
+    return finish(t.MistralForCausalLM, t.MistralConfig(**settings))
 
 
 def gemma2(vocabulary: int = VOCABULARY, **more: Any) -> Any:
@@ -112,7 +112,7 @@ def gemma2(vocabulary: int = VOCABULARY, **more: Any) -> Any:
 
     own: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
     settings = {**_decoder(vocabulary, **own), "attn_implementation": "eager", **more}
-    return _finish(t.Gemma2ForCausalLM, t.Gemma2Config(**settings))
+    return finish(t.Gemma2ForCausalLM, t.Gemma2Config(**settings))
 
 
 def bloom(vocabulary: int = VOCABULARY, **more: Any) -> Any:
@@ -130,7 +130,7 @@ def bloom(vocabulary: int = VOCABULARY, **more: Any) -> Any:
         ),
         **more,
     }
-    return _finish(t.BloomForCausalLM, t.BloomConfig(**settings))
+    return finish(t.BloomForCausalLM, t.BloomConfig(**settings))
 
 
 def gpt2(vocabulary: int = VOCABULARY, **more: Any) -> Any:
@@ -148,7 +148,7 @@ def gpt2(vocabulary: int = VOCABULARY, **more: Any) -> Any:
         ),
         **more,
     }
-    return _finish(t.GPT2LMHeadModel, t.GPT2Config(**settings))
+    return finish(t.GPT2LMHeadModel, t.GPT2Config(**settings))
 
 
 FAMILIES: Mapping[str, Callable[..., Any]] = {
@@ -179,7 +179,8 @@ def build_model(family: str, vocabulary: int = VOCABULARY, seed: int = 0, **more
         return FAMILIES[family](vocabulary, **more)
 
 
-def _finish(cls: Any, config: Any) -> Any:
+def finish(cls: Any, config: Any) -> Any:
+    """A model of a class and a configuration, in eval mode, with biases that are not zero."""
     model = cls(config).eval()
     with torch.no_grad():
         # Biases and norm scales start at constants that would hide a missing addition.

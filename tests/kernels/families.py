@@ -41,7 +41,7 @@ def gptj() -> Any:
         initializer_range=engines.WEIGHT_STD,
         **_IDS,
     )
-    return _finish(t.GPTJForCausalLM(config))
+    return engines.finish(t.GPTJForCausalLM, config)
 
 
 def gpt_neo() -> Any:
@@ -59,16 +59,7 @@ def gpt_neo() -> Any:
         initializer_range=engines.WEIGHT_STD,
         **_IDS,
     )
-    return _finish(t.GPTNeoForCausalLM(config))
-
-
-def _finish(model: Any) -> Any:
-    model.eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, engines.WEIGHT_STD)
-    return model
+    return engines.finish(t.GPTNeoForCausalLM, config)
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
