@@ -174,6 +174,31 @@ def test_a_failure_in_the_middle(actor, monkeypatch, step):
     assert report.last_call.path == "eager"
 
 
+def test_ways_of_choosing_tokens_take_turns(actor):
+    """Greedy, sampled and again: each keeps its own recordings and gives its own tokens."""
+    call = actor.calls[0]
+    draws, recordings = [], []
+    for _ in range(4):
+        assert eager_containers.answer(actor.engine, call, actor.device) == call["answer"]
+        assert hepatch.report(actor.engine).last_call.path == "fused"
+        torch.manual_seed(1)
+        with torch.no_grad():
+            draws.append(
+                actor.engine.generate(
+                    **eager_containers.prompt(call, actor.device),
+                    do_sample=True,
+                    top_k=50,
+                    max_new_tokens=call["new"],
+                    pad_token_id=engines.PAD,
+                )
+            )
+        assert hepatch.report(actor.engine).last_call.path == "fused"
+        recordings.append(hepatch.report(actor.engine).recordings)
+    assert all(torch.equal(draws[0], draw) for draw in draws)
+    assert not hepatch.report(actor.engine).failures
+    assert recordings[-1] == recordings[-2], "taking turns recorded anew"
+
+
 def test_a_larger_batch_than_ever(actor):
     """The workspace grows, what was recorded goes, and tokens stay right."""
     call = {**actor.calls[0], "rows": 12}

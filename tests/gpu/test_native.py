@@ -181,6 +181,27 @@ def test_sampling_is_reproducible_under_a_seed(device):
     assert not torch.equal(draws[0], draws[3])
 
 
+def test_ways_of_choosing_tokens_take_turns(device):
+    """Greedy, sampled and again: each keeps its own recordings and gives its own tokens."""
+    engine, oracle = make("llama", device)
+    prompt = place(engines.prompts(4, 10, (3,)), device)
+    expected = reference(oracle, prompt, {"max_new_tokens": 20})
+
+    def sampled():
+        torch.manual_seed(1)
+        return engine.generate(**prompt, do_sample=True, top_k=50, max_new_tokens=20, pad_token_id=engines.PAD)
+
+    draws, recordings = [], []
+    for _ in range(4):
+        assert_agree(oracle, prompt, expected, answer(engine, prompt, max_new_tokens=20), "greedy, in turns")
+        assert_recorded(engine, device)
+        draws.append(sampled())
+        assert_recorded(engine, device)
+        recordings.append(hepatch.report(engine).recordings)
+    assert all(torch.equal(draws[0], draw) for draw in draws)
+    assert recordings[-1] == recordings[-2], "taking turns recorded anew"
+
+
 @pytest.mark.graphs
 def test_training_is_bit_identical_to_stock(device):
     """Losses and weights of three steps with generates in between equal those of a stock engine, bit for bit."""
