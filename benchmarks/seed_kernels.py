@@ -111,6 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each system")
     parser.add_argument("--iterations", type=int, default=8, help="measured RLHF iterations of each system")
+    parser.add_argument("--train-steps", type=int, default=32, help="training steps of each system beside those")
     parser.add_argument("--seconds", type=float, default=160.0, help="limit of the first run, twice the second's")
     return parser.parse_args(arguments)
 
@@ -132,10 +133,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds=options.rounds,
             iterations=options.iterations,
             seconds=options.seconds,
-            train_in_turns=True,
+            train_in_turns=(Unpatched.name, Kernels.name),
+            train_steps=options.train_steps,
         )
         result = Run(seed, plan, place, step, command).measure()
-        plan = replace(plan, systems=(Unpatched.name, Kernels.name), rounds=3, iterations=0, kernels=False)
+        plan = replace(plan, systems=plan.train_in_turns, rounds=3, iterations=0, kernels=False)
         others = Run(sweep, replace(plan, seconds=options.seconds / 2), place, step, command).measure()
     result["other_batches"] = {name: others[name] for name in ("rows", "floor_ms_per_step", "answer_lengths")}
     result["errors"] += others["errors"]

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -226,15 +227,23 @@ def test_rows_of_a_variable_workload_are_padded_on_the_left() -> None:
     assert bool((batch.ids[batch.mask == 0] == 1).all())
 
 
-def test_end_tokens_end_every_row_within_its_answer() -> None:
-    """A token ends a row where the row has it for the first time."""
-    answers = [[5, 5, 6, 7, 8], [9, 9, 9, 9, 9], [1, 2, 3, 4, 5]]
+def test_rows_end_at_steps_spread_over_their_answers() -> None:
+    """Also where rows share most of their tokens, so that one row's end would be another's beginning."""
+    draw = random.Random(1)
+    answers = [
+        [draw.choice((7, 8, 9)) if draw.random() < 0.5 else draw.randrange(99) for _ in range(80)] for _ in "8" * 8
+    ]
     ends = end_tokens(Workload("tiny"), answers)
+    lengths = sorted(live_tokens([row], ends) for row in answers)
 
-    assert all(set(answer) & set(ends) for answer in answers)
-    assert 1 == live_tokens([answers[1]], ends)
-    assert 3 <= live_tokens(answers, ends) <= 15
-    assert 15 == live_tokens(answers, ())
+    assert not set(ends) & {7, 8, 9}
+    assert lengths[0] < 40 < lengths[-1]
+    assert len(set(lengths)) > 4
+    assert 640 == live_tokens(answers, ())
+
+
+def test_an_end_token_is_found_for_a_row_that_repeats_one() -> None:
+    assert (9,) == end_tokens(Workload("tiny"), [[9] * 5])
 
 
 def test_random_weights_give_answers_that_vary() -> None:

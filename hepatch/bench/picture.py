@@ -77,6 +77,8 @@ def _steps(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> None:
         values: list[float] = [floor[batch] for batch in known] if len(known) > 1 else [floor[known[0]]] * 2
         axes.plot(reach, values, color="black", linestyle="--", linewidth=1.3, label="floor: memory bandwidth")
         axes.fill_between(reach, 0, values, color="black", alpha=0.08, linewidth=0)
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.minorticks_off()
@@ -84,6 +86,7 @@ def _steps(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> None:
     lowest = min([*floor.values(), *(row["ms_per_step"] for row in measured if row["ms_per_step"] > 0)], default=0.1)
     highest = max((row["ms_per_step"] for row in measured), default=1.0)
     axes.set_ylim(lowest * 0.7, max(highest, lowest) * 1.5)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("batch (rows)")
     axes.set_ylabel("ms per decode step (log)")

@@ -25,6 +25,7 @@ MOST_TOKENS_PROFILED = 256
 """Longer calls have more kernels than a profile of them is worth waiting for."""
 
 FEWEST_ROUNDS = 2
+_ROUNDS_SHARE, _ROUNDS_SHARE_WITH_TRAINING = 0.85, 0.5
 _BUILD_S, _BUILD_S_WITH_OP = 240.0, 560.0
 _USUAL_BUILD_S = 60.0
 _LONGEST_ERROR = 4000
@@ -40,8 +41,10 @@ class Plan:
         iterations: RLHF-shaped iterations of each system; 0: no training.
         kernels: whether kernels per step are counted (on a GPU).
         seconds: the whole run's limit; rounds, then iterations are cut short to keep it.
-        train_in_turns: iterations take turns as well. Every optimizer's memory is held at once, so that only few
-            systems can.
+        train_in_turns: systems whose iterations take turns as well. Their optimizers' memory is held at once: on a
+            device that is nearly full, the allocator's own work is what a step measures.
+        train_steps: with `train_in_turns`, further training steps of each system, each after a short generate:
+            enough of them to compare steps that differ more from one to the next than systems do.
     """
 
     systems: tuple[str, ...] = tuple(SYSTEMS)
@@ -49,7 +52,8 @@ class Plan:
     iterations: int = 2
     kernels: bool = True
     seconds: float = 230.0
-    train_in_turns: bool = False
+    train_in_turns: tuple[str, ...] = ()
+    train_steps: int = 0
 
     def steps(self, batches: int) -> int:
         """How many steps a progress bar has to count."""
@@ -244,16 +248,16 @@ class Run:
 
     def _rounds(self, rows: int, batches_left: int) -> None:
         """The timed calls: every system once a round, another one first each time."""
-        share_s = 0.7 * remaining(self.deadline) / batches_left
+        trains = self.workload.trains and self.plan.iterations
+        share = _ROUNDS_SHARE_WITH_TRAINING if trains else _ROUNDS_SHARE
+        share_s = share * remaining(self.deadline) / batches_left
         until = time.monotonic() + share_s
         times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self.live}
         for turn in range(self.plan.rounds):
             with self.step(f"batch {rows}: round {turn + 1} of {self.plan.rounds}"):
                 if turn >= FEWEST_ROUNDS and remaining(until) <= 0:
                     continue
-                names = list(self.live)
-                first = turn % len(names) if names else 0
-                for name in names[first:] + names[:first]:
+                for name in self._in_turn(turn):
                     whole, prompt = self._ask(name, "generate"), self._ask(name, "generate", 1)
                     if whole is not None and prompt is not None:
                         times[name][0].append(whole)
@@ -281,34 +285,46 @@ class Run:
     def _iterations(self) -> None:
         """RLHF-shaped iterations; a process ends after its own, because only then is its optimizer's memory free."""
         rows = self.workload.trained_rows
-        if self.plan.train_in_turns and self.workload.trains:
-            self._iterations_in_turns(rows)
-        for name in self.systems:
+        together = [name for name in self.plan.train_in_turns if name in self.systems]
+        wanted = self.workload.trains and self.plan.iterations > 0
+        for name in (name for name in self.systems if name not in together):
             with self.step(f"{SYSTEMS[name].title}: RLHF iterations"):
-                worker = self.systems[name].worker
-                if worker is None:
-                    continue
-                wanted = self.workload.trains and self.plan.iterations and not self.plan.train_in_turns
                 if wanted and remaining(self.deadline) > 0:
                     self._ask(name, "use", rows)
                     self._keep(name, rows, {"iterations": self._ask(name, "iterations", self.plan.iterations)})
-                worker = self.systems[name].worker
-                self.systems[name].worker = None
-                if worker is not None:
-                    worker.stop(patience_s=5.0)
+                self._end(name)
+        if wanted and together:
+            self._iterations_in_turns(rows)
+        for name in together:
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        worker, self.systems[name].worker = self.systems[name].worker, None
+        if worker is not None:
+            worker.stop(patience_s=5.0)
 
     def _iterations_in_turns(self, rows: int) -> None:
-        """One unmeasured iteration of every system, then measured ones, another system first each time."""
+        """One unmeasured iteration of every system that is left, then measured ones, then training steps alone."""
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in self.live}
+        steps: dict[str, list[float]] = {name: [] for name in self.live}
         for name in runs:
             self._ask(name, "use", rows)
             self._ask(name, "iterations", 0)
         for turn in range(self.plan.iterations):
-            names = list(self.live)
-            first = turn % len(names) if names else 0
             with self.step(f"RLHF iterations, round {turn + 1} of {self.plan.iterations}"):
-                for name in names[first:] + names[:first]:
+                for name in self._in_turn(turn):
                     runs[name] += self._ask(name, "iterations", 1, False) or []
+        with self.step(f"{self.plan.train_steps} further training steps of each"):
+            for turn in range(self.plan.train_steps):
+                for name in self._in_turn(turn):
+                    elapsed_ms = self._ask(name, "training")
+                    steps[name] += [] if elapsed_ms is None else [elapsed_ms]
         for name, measured in runs.items():
             if measured:
-                self._keep(name, rows, {"iterations": measured})
+                self._keep(name, rows, {"iterations": measured, "train_steps_ms": steps[name]})
+
+    def _in_turn(self, turn: int) -> list[str]:
+        """The systems that have not failed, another one first each turn."""
+        names = list(self.live)
+        first = turn % len(names) if names else 0
+        return names[first:] + names[:first]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_FEW_TOKENS = 4
+
+
 class NotServedError(RuntimeError):
     """A system cannot run this workload as it is meant to; the text is its row."""
 
@@ -53,6 +56,7 @@ class System:
         title: what a reader sees.
         environment: variables of its process, set before anything is imported.
         columns: new tokens of the latest whole call.
+        answer: what the latest iteration trained on, int64 `[rows, prompt + new]`.
     """
 
     name: ClassVar[str] = ""
@@ -65,6 +69,7 @@ class System:
         self.workload, self.device, self.build_op = workload, device, build_op
         self.engine: Any = None
         self.batch: Batch
+        self.answer: torch.Tensor
         self.initialize_s = 0.0
         self.columns = workload.new_tokens
 
@@ -158,10 +163,10 @@ class System:
         synchronize(self.device)
         started = time.perf_counter()
         self.engine.eval()
-        sequences = self.rollout()
+        self.answer = self.rollout()
         synchronize(self.device)
         generated = time.perf_counter()
-        loss = self.train_step(sequences)
+        loss = self.train_step(self.answer)
         synchronize(self.device)
         ended = time.perf_counter()
         return {
@@ -170,6 +175,16 @@ class System:
             "train_ms": (ended - generated) * 1e3,
             "loss": loss,
         }
+
+    def training(self) -> float:
+        """ms of a training step on `answer`, after a generate of a few tokens: the step's state is an iteration's."""
+        self.engine.eval()
+        self.rollout(_FEW_TOKENS)
+        synchronize(self.device)
+        started = time.perf_counter()
+        self.train_step(self.answer)
+        synchronize(self.device)
+        return (time.perf_counter() - started) * 1e3
 
 
 class Unpatched(System):

@@ -112,6 +112,10 @@ class Commands:
         self.system.engine.eval()
         return measured
 
+    def training(self) -> float:
+        """ms of one training step on the latest iteration's answer, after a short generate."""
+        return self.system.training()
+
     def state(self) -> dict[str, Any]:
         """What a reader of this system's numbers must know, and where hepatch's region was left."""
         return {"note": self.system.note(), "fallbacks": self.system.fallbacks()}

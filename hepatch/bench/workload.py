@@ -121,9 +121,9 @@ def build_model(workload: Workload, device: str, dtype: torch.dtype) -> Any:
 def _vary_answers(model: Any) -> None:
     """Lets greedy answers of random weights vary; sizes and so times are those of any weights.
 
-    With the usual initialisation the same few tokens win everywhere and a row repeats one of them. Here the tokens
-    weigh as much in the residual stream as the layers do, and random signs in the last norm keep a tied output
-    projection from choosing the token that it has just read.
+    With the usual initialisation the same few tokens win everywhere and a row repeats one of them. Here tokens, and
+    positions that have a table, weigh as much in the residual stream as the layers do, and random signs in the last
+    norm keep a tied output projection from choosing the token that it has just read.
     """
     import torch
 
@@ -134,7 +134,8 @@ def _vary_answers(model: Any) -> None:
         if "norm" in name.rpartition(".")[2] and "layers." not in name and getattr(module, "weight", None) is not None
     ]
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(25.0)
+        for table in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
+            table.weight.mul_(25.0)
         for norm in norms[-1:]:
             signs = torch.randint(0, 2, norm.weight.shape, generator=generator).mul_(2).sub_(1)
             norm.weight.mul_(signs.to(norm.weight))
@@ -182,23 +183,35 @@ def build_batch(
 
 
 def end_tokens(workload: Workload, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """End tokens for which the rows of a known greedy answer end at random steps.
+    """End tokens for which the rows of a known greedy answer end at random steps, or near them.
 
-    For each row a step is drawn; the token there becomes an end token if the row has it there for the first time, else
-    that of the nearest later step, then of the nearest earlier one, that has a new token.
+    A step is drawn for each row. Since an end token ends every row that has it, they are chosen together: one after
+    another, each the token that brings the rows nearest to their steps, until none brings them nearer.
 
     Args:
         workload: decides the steps.
         answers: the new tokens of each row, without an end.
     """
     draw = random.Random(SEED + 2)  # noqa: S311 - steps, no secret
+    wanted = [draw.randrange(len(row)) for row in answers]
+    # By token, the step at which each row has it for the first time; its last step where the row never has it.
+    lasts = [len(row) - 1 for row in answers]
+    firsts = {
+        token: [row.index(token) if token in row else last for row, last in zip(answers, lasts, strict=True)]
+        for token in sorted({token for row in answers for token in row})
+    }
+
+    def distance(ends: list[int]) -> int:
+        return sum(abs(end - step) for end, step in zip(ends, wanted, strict=True))
+
     chosen: set[int] = set()
-    for row in answers:
-        wanted = draw.randrange(len(row))
-        fresh = [step for step, token in enumerate(row) if token not in row[:step]]
-        step = min(fresh, key=lambda step: (abs(step - wanted), step < wanted))
-        chosen.add(int(row[step]))
-    return tuple(sorted(chosen))
+    while True:
+        with_token = {token: list(map(min, lasts, steps)) for token, steps in firsts.items()}
+        best = min(with_token, key=lambda token: distance(with_token[token]))
+        if chosen and distance(with_token[best]) >= distance(lasts):
+            return tuple(sorted(chosen))
+        chosen.add(int(best))
+        lasts = with_token[best]
 
 
 def live_tokens(answers: Sequence[Sequence[int]], ends: Sequence[int]) -> int:
