@@ -69,6 +69,32 @@ def row(result: dict[str, Any], system: str, batch: int = 3) -> dict[str, Any]:
     return found
 
 
+def test_a_run_that_is_ended_early_keeps_what_it_has(tmp_path: Path) -> None:
+    """As a time limit ends it, which must not cost what was measured."""
+    words = ["--tiny", "--device", "cpu", "--system", "static-cache", "--rounds", "1000", "--json", "result.json"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "hepatch", "bench", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as printed:
+        for line in printed:
+            if "round 2 of" in line:
+                process.terminate()
+                break
+        rest = printed.read()
+    assert 130 == process.wait(timeout=60)
+    result = json.loads((tmp_path / "result.json").read_text())
+
+    assert result["interrupted"]
+    assert "Interrupted" in rest
+    assert row(result, "static-cache", 3)["generate_ms"] > 0
+    assert "not reached" in row(result, "static-cache", 2)["failure"]
+
+
 def test_every_system_has_a_row_for_every_batch(result: dict[str, Any]) -> None:
     assert [(name, batch) for batch in (2, 3) for name in SYSTEMS] == [
         (one["system"], one["batch"]) for one in result["rows"]

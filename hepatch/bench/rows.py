@@ -44,8 +44,8 @@ def _row(name: str, rows: int, system: SystemRun, workload: Workload, result: Ma
     whole, prompt = calls.pop("generate_times_ms", None), calls.pop("prefill_times_ms", None)
     runs = calls.pop("iterations", None)
     row |= calls
-    if whole is None:
-        return {**row, "failure": system.failure or "not reached within the run's limit"}
+    if not whole or not prompt:
+        return {**row, "failure": system.failure or "not reached before the run ended"}
     generate, prefill = spread(whole), spread(prompt)
     steps = max(1, calls["columns"] - 1)
     step_ms = (generate["median"] - prefill["median"]) / steps

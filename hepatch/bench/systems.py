@@ -335,6 +335,17 @@ class Native(System):
         if self.device == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+    def build(self) -> None:
+        """As the base class; raises NotServedError where hepatch says already now that it will serve no call."""
+        super().build()
+        self._require_no_refusal()
+
+    def _require_no_refusal(self) -> None:
+        refusals = self.report()["refusals"]
+        if refusals:
+            refused = "; ".join(f"[{refusal['rule']}] {refusal['reason']}" for refusal in refusals)
+            raise NotServedError(f"refused: {refused}")
+
     def generate(self, batch: Batch, **arguments: Any) -> torch.Tensor:
         """The engine's `generate`.
 
@@ -346,9 +357,7 @@ class Native(System):
         last = report["last_call"]
         wanted = arguments["max_new_tokens"] > 1
         if last is None or last["path"] == "eager" or (wanted and last["eager_steps"] > 1):
-            if report["refusals"]:
-                refused = "; ".join(f"[{refusal['rule']}] {refusal['reason']}" for refusal in report["refusals"])
-                raise NotServedError(f"refused: {refused}")
+            self._require_no_refusal()
             self._fallbacks.append("no call was seen" if last is None else _left(last))
         return tokens
 

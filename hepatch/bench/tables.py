@@ -127,6 +127,8 @@ def conditions(result: Mapping[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     yield f"{hardware}; {versions}"
     yield f"Command: {result['command']}"
+    if result.get("interrupted"):
+        yield "Interrupted: what had been measured by then."
     if "copy_gb_per_s" in result:
         rate = f"{result['copy_gb_per_s']:.0f} GB/s, a copy measured in this run"
         yield f"Floor: weights and live KV read once at {rate}."

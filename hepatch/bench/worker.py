@@ -28,6 +28,7 @@ class Commands:
         self.system = system
         self.start = memory.Reading(0, 0, 0, 0, 0)
         self.peak_mib = 0.0
+        self.latest: list[list[int]] = []
 
     def build(self) -> dict[str, Any]:
         """Model and engine; the memory reading after it is the floor that `extra_mib` is counted from."""
@@ -57,11 +58,12 @@ class Commands:
         memory.reset_peak()
         synchronize(self.system.device)
         started = time.perf_counter()
-        self.system.rollout(new_tokens)
+        tokens = self.system.rollout(new_tokens)
         synchronize(self.system.device)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         if new_tokens is None:
             self.peak_mib = memory.peak()
+            self.latest = tokens.tolist()
         return elapsed_ms
 
     def first_call(self, again: bool = True) -> dict[str, Any]:
@@ -92,6 +94,10 @@ class Commands:
         """Prompt and answer of the timed call."""
         rows: list[list[int]] = self.system.rollout().tolist()
         return rows
+
+    def latest_tokens(self) -> list[list[int]]:
+        """Prompt and answer of the latest whole call, without another one."""
+        return self.latest
 
     def compare(self, reference: list[list[int]], candidate: list[list[int]]) -> dict[str, Any]:
         """Token agreement of two answers, judged with this process's weights."""

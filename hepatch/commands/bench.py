@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +18,7 @@ from hepatch.commands.progress import progress
 
 EXIT_NO_SYSTEM = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 _WIDTH = 140
 
 
@@ -87,7 +91,7 @@ def bench(
         raise typer.Exit(EXIT_BAD_INPUT) from None
 
     plan = Plan(tuple(system or SYSTEMS), rounds=rounds, iterations=iterations, seconds=seconds)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _terminated_as_interrupted():
         place = Place(place_device, Path(scratch), timeout, build_op, warm_caches)
         with progress(console, plan.steps(len(sizes.batches))) as step:
             result = Run(sizes, plan, place, step, _command()).measure()
@@ -98,8 +102,20 @@ def bench(
         first = f"{failed['system']} failed during {failed['during']}; the end of what it said:"
         console.print(first, style="red", markup=False)
         console.print(failed["error"][-1500:], markup=False, highlight=False, style="dim")
+    if result["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
     if all(row["failure"] is not None for row in result["rows"]):
         raise typer.Exit(EXIT_NO_SYSTEM)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A time limit or a job scheduler ends a run as Ctrl-C does: with what was measured."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command() -> str:
