@@ -18,15 +18,13 @@ from hepatch import activation, probes, settings
 from hepatch.errors import RefusedError, first_line
 from hepatch.facts import UNSET, Call, Facts
 from hepatch.guards import Refusal, judge
-from hepatch.region_store import BucketLeases, ExactLeases, Lease, RegionStore
+from hepatch.region_store import Lease, RegionStore
 from hepatch.report import Counters, LastCall, OnceLog, Report, logger, refusal_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Hashable, Iterator, Mapping
 
     from hepatch.backends import KV, Forward
-    from hepatch.backends.containers import Containers
     from hepatch.region import Region
     from hepatch.sampling import Request
     from hepatch.step_state import StepState
@@ -54,22 +52,24 @@ class Attachment:
         counters: for the report.
         last_call: the latest generate.
         kv, state, regions: what decode steps work on; None until the first one, and after `release`.
-        containers: DeepSpeed's containers, where this engine's were admitted.
+        backend: what serves it.
         lock: held by the thread that generates.
     """
 
     def __init__(self, engine: Any) -> None:
+        from hepatch.backends import ownership
+
         self.settings = settings.read()
         self.model = probes.generation_model(engine.module)
         self.counters = Counters()
         self.last_call: LastCall | None = None
         self.kv: KV | None = None
         self.state: StepState | None = None
-        self.forward: Forward | None = None
         self.regions: RegionStore | None = None
         self._engine = weakref.ref(engine)
         self._said = OnceLog()
-        self._memory: tuple[int, int | None] | None = None
+        self._memory: Hashable = None
+        self._moving_memory: Hashable = None
         self._idle_hooks: list[dict[int, Any]] = []
         self._structure: int | None = None
         self._failure: str | None = None
@@ -77,30 +77,12 @@ class Attachment:
         self._eager_calls_left = 0
         self._in_use = False
         self.lock = threading.RLock()
-        self.containers = self._take_containers(engine)
-        self._static_cache = self._static_cache_obstacle()
+        self._no_containers = ownership.obstacle_of(engine)
+        self.backend = ownership.backend_of(engine, self.model)
+        self.forward: Forward | None = self.backend.forward
+        self._static_cache = self.backend.obstacle()
         self._tensors: list[torch.Tensor] = list(self.model.parameters()) if self.model is not None else []
         self._set_aside = probes.set_aside_decode_graphs(engine)
-
-    def _take_containers(self, engine: Any) -> Containers | None:
-        from hepatch.backends import containers
-
-        self._no_containers = containers.obstacle_of(engine)
-        if self.model is None or not containers.own_containers(engine):
-            return None
-        taken = containers.Containers(engine, self.model)
-        self.forward = taken.forward
-        return taken
-
-    def _static_cache_obstacle(self) -> str | None:
-        if self.model is None:
-            return "there is no model"
-        if self.containers is not None:
-            return None
-        obstacle = probes.static_cache_obstacle(self.model)
-        if obstacle is None or self._no_containers is None:
-            return obstacle
-        return f"{obstacle}, and {self._no_containers}"
 
     @property
     def name(self) -> str:
@@ -140,9 +122,6 @@ class Attachment:
             no_kernels=self._no_containers if self.settings.backend == "kernels" else None,
             hooks=foreign_hooks,
             max_positions=None if self.model is None else probes.max_positions(self.model),
-            max_out_tokens=None if self.containers is None else self.containers.max_tokens,
-            workspace=self._workspace_obstacle(call),
-            unseen_weight=None if self.containers is None else self.containers.unseen_weight(self._tensors),
             weights_offloaded=probes.weights_offloaded(engine, self._tensors),
             compiler_missing=probes.compiler_obstacle(self.device, self.settings.compile_backend),
             thread=threading.get_ident(),
@@ -153,19 +132,18 @@ class Attachment:
             cache_mib_needed=-(-needed_bytes // _MIB),
             cache_mib_budget=budget,
             call=call,
-            **{**probes.engine_facts(engine), **({} if self.containers is None else {"containers": 0})},
+            **{
+                **probes.engine_facts(engine),
+                **self.backend.facts(None if call is None else call.rows, self._tensors),
+            },
         )
-
-    def _workspace_obstacle(self, call: Call | None) -> str | None:
-        return None if self.containers is None or call is None else self.containers.no_room(call.rows)
 
     def _inspect(self) -> tuple[str, ...]:
         """Looks the model over and returns its foreign hooks; one that is built otherwise than before starts afresh."""
         if self.model is None:
             return ()
-        if self.containers is not None:
-            # What stock's train and eval leave on the layers is no change of the model.
-            self.containers.step_aside()
+        # What stock's train and eval leave on the layers is no change of the model.
+        self.backend.step_aside()
         found = probes.inspect_model(self.model)
         self._idle_hooks, self._tensors = found.idle_hooks, found.tensors
         if self._structure not in (None, found.structure):
@@ -176,8 +154,8 @@ class Attachment:
 
     def _begin_anew(self) -> None:
         """Has the model admitted again at its next generate."""
-        self.forward = None if self.containers is None else self.containers.forward
-        self._static_cache = self._static_cache_obstacle()
+        self.forward = self.backend.forward
+        self._static_cache = self.backend.obstacle()
 
     def refuse(self, refusals: tuple[Refusal, ...]) -> str:
         """Logs refusals, once an engine and rule, and returns them as the reason of an eager call.
@@ -260,15 +238,18 @@ class Attachment:
 
         assert self.model is not None
         assert self.forward is not None
-        if self.containers is not None:
-            self._prepare_containers(*call)
+        self.backend.prepare(*call)
+        if self._memory not in (None, self.backend.memory()):
+            self.drop_regions()
+        self._memory = self.backend.memory()
         if self.state is not None and self.state.relocations > MOST_RELOCATIONS:
             # Graphs that were recorded before stay until their region goes.
             self.drop_regions()
         if self.kv is None or self.state is None or self.regions is None:
             self.kv = self.forward.new_kv()
-            self.state = StepState(self.device, probes.vocabulary(self.model), **self._least_sizes())
-            self.regions = RegionStore(self._build, self._leases(), self._most_recordings)
+            self.state = StepState(self.device, probes.vocabulary(self.model), **self.backend.least_sizes())
+            leases, most = self.backend.leases(self.settings), self.backend.most_recordings(self.settings)
+            self.regions = RegionStore(self._build, leases, most)
         region = self.regions.region(request)
         lease = self.regions.lease(region, *call)
         if lease is None:
@@ -288,41 +269,6 @@ class Attachment:
         )
         return region, lease
 
-    def _prepare_containers(self, rows: int, prompt: int, total: int) -> None:
-        """Makes the workspace hold a call, and drops what was recorded of a memory that is no longer there.
-
-        Dropped, not recorded anew in place: the old recordings of every position would stay in memory for good.
-        """
-        containers = self.containers
-        assert containers is not None
-        # The last token is never run through the model.
-        containers.make_room(rows, prompt, total - 1)
-        if self._memory not in (None, containers.memory):
-            self.drop_regions()
-        self._memory = containers.memory
-
-    def _least_sizes(self) -> dict[str, int]:
-        """Sizes below which a batch's buffers are not made.
-
-        With a recording for each position, one buffer that moves voids many; with containers the largest sizes are
-        known.
-        """
-        if self.containers is None:
-            return {}
-        rows = self.containers.rows
-        return {"least_rows": rows, "least_tokens": rows * (self.containers.max_tokens + 1)}
-
-    def _leases(self) -> BucketLeases | ExactLeases:
-        return BucketLeases(self.settings.bucket_tokens) if self.containers is None else ExactLeases()
-
-    @property
-    def _most_recordings(self) -> int:
-        return self.settings.max_recordings if self.containers is None else self.settings.max_positions
-
-    def serving(self) -> AbstractContextManager[None]:
-        """To be held while a region serves a call: the weights are as its backend wants them."""
-        return contextlib.nullcontext() if self.containers is None else self.containers.weights_for_kernels()
-
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """To be held while a region serves a call: its buffers hold one call at a time."""
@@ -338,30 +284,18 @@ class Attachment:
         Args:
             model_kwargs: what the caller gives the model.
         """
-        reasons = []
-        if self._in_use:
-            # As from the streamer of one.
-            reasons.append("another generate of this engine is in progress")
-        if self.containers is not None and model_kwargs.get("position_ids") is not None:
-            reasons.append("position_ids of the caller's, which DeepSpeed's kernels do not read")
-        return tuple(reasons)
-
-    def own_layers(self) -> AbstractContextManager[None]:
-        """To be held while the model's own layers serve a call."""
-        return contextlib.nullcontext() if self.containers is None else self.containers.weights_for_layers()
+        # As from the streamer of one.
+        nested = ("another generate of this engine is in progress",) if self._in_use else ()
+        return (*nested, *self.backend.unsupported(model_kwargs))
 
     def refresh(self, region: Region) -> None:
-        """After a prompt and before the first step: has graphs recorded anew where memory moved unseen by them.
-
-        Weights stay where they are over optimizer steps and move with `offload_states`; the cache moves when it grows.
-        """
+        """After a prompt and before the first step: has graphs recorded anew where memory moved unseen by them."""
         assert self.kv is not None
         assert self.state is not None
-        if self.containers is None:
-            memory = (self.kv.generation, probes.addresses(self._tensors))
-            if self._memory is not None and memory != self._memory:
-                self.state.relocate()
-            self._memory = memory
+        memory = self.backend.moving_memory(self.kv, self._tensors)
+        if self._moving_memory not in (None, memory):
+            self.state.relocate()
+        self._moving_memory = memory
         region.refresh(self._idle_hooks)
 
     def _build(self, request: Request) -> Region:
@@ -374,21 +308,13 @@ class Attachment:
 
     def needed_bytes(self, rows: int, length: int) -> int:
         """KV cache, in bytes, that the engine holds once it has served a call of this size."""
-        from hepatch.backends.static_kv import grown
-
-        if self.model is None or not self._tensors or self._static_cache is not None:
-            return 0
-        if self.containers is not None:
-            return self.containers.workspace_bytes(rows)
-        lease = self._leases().lease(rows)
-        tokens = grown(0 if self.kv is None else self.kv.tokens, lease.rows * lease.window(length))
-        return tokens * probes.kv_bytes_per_token(self.model, self._tensors[0].dtype)
+        return 0 if self._static_cache is not None else self.backend.needed_bytes(self.kv, rows, length, self.settings)
 
     def drop_regions(self) -> None:
         """Forgets the compiled steps and their recordings; the cache goes too, since only steps write it."""
         if self.regions is not None:
             self.regions.drop()
-        self.kv = self.state = self.regions = self._memory = None
+        self.kv = self.state = self.regions = self._memory = self._moving_memory = None
 
     def release(self) -> None:
         """`hepatch.release(engine)`: frees caches and graphs now; the next generate records again."""
@@ -407,8 +333,7 @@ class Attachment:
     def suspend(self) -> None:
         """`hepatch.disable()`: no regions, no caches, DeepSpeed's own decode graphs back in force."""
         self.drop_regions()
-        if self.containers is not None:
-            self.containers.suspend()
+        self.backend.suspend()
         engine = self._engine()
         if engine is not None and self._set_aside is not None:
             probes.give_back_decode_graphs(engine, self._set_aside)
@@ -416,8 +341,7 @@ class Attachment:
 
     def resume(self) -> None:
         """`hepatch.enable()` after `suspend`."""
-        if self.containers is not None:
-            self.containers.resume()
+        self.backend.resume()
         engine = self._engine()
         if engine is not None and self._set_aside is None:
             self._set_aside = probes.set_aside_decode_graphs(engine)
@@ -428,24 +352,19 @@ class Attachment:
         active = not refusals
         return Report(
             active=active,
-            backend=("native" if self.containers is None else "kernels") if active else "none",
+            backend=self.backend.name if active else "none",
             refusals=refusals,
             patches=activation.patch_states(),
             compilations=self.counters.compilations,
             recordings=self.counters.recordings,
-            recording_limit=self._most_recordings,
+            recording_limit=self.backend.most_recordings(self.settings),
             replays=self.counters.replays,
             recoveries=self.counters.recoveries,
             failures=tuple(self.counters.failures),
-            cache_mib=self._cache_bytes() / _MIB,
+            cache_mib=self.backend.nbytes(self.kv) / _MIB,
             graph_mib=probes.graph_bytes(self.device) / _MIB,
             last_call=self.last_call,
         )
-
-    def _cache_bytes(self) -> int:
-        if self.containers is not None:
-            return self.containers.nbytes
-        return 0 if self.kv is None else self.kv.nbytes
 
 
 def attach(engine: Any) -> Attachment:

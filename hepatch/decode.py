@@ -17,7 +17,7 @@ from hepatch.errors import FailedError, HepatchError
 from hepatch.facts import Call
 from hepatch.guards import judge
 from hepatch.readback import Outcome, Readback, WatchedStreamer
-from hepatch.recovery import LayersStreamer, finish_eagerly, start_again
+from hepatch.recovery import finish_eagerly, start_again
 from hepatch.region_store import RegionKey
 from hepatch.report import LastCall, logger
 
@@ -79,13 +79,13 @@ def sample(original: Callable[..., Any], attachment: Attachment, args: tuple[Any
     except Exception as error:  # noqa: BLE001 - whatever it is, the original path serves the call
         # A model or an argument that this code does not know how to read. Nothing has been done yet.
         attachment.unreadable(error)
-        with attachment.own_layers():
+        with attachment.backend.own_layers():
             return original(*args, **kwargs)
     if reason is None:
         with attachment.in_use():
             return _Run(attachment, original, call).generate()
     attachment.counters.eager_calls += 1
-    with attachment.own_layers():
+    with attachment.backend.own_layers():
         result = original(*args, **kwargs)
     attachment.last_call = _last_call(call.input_ids, result, "eager", reason, region_steps=0)
     return result
@@ -110,7 +110,7 @@ def watch(
     """
     prompt = args[0] if args else kwargs.get("input_ids")
     if prompt is None:
-        with attachment.own_layers():
+        with attachment.backend.own_layers():
             return original(*args, **kwargs)
     try:
         call = Call(training=attachment.training, total_tokens=0, unsupported=(mode,))
@@ -119,10 +119,10 @@ def watch(
         raise
     except Exception as error:  # noqa: BLE001 - as in `sample`: what cannot be judged is still the user's call
         attachment.unreadable(error)
-        with attachment.own_layers():
+        with attachment.backend.own_layers():
             return original(*args, **kwargs)
     attachment.counters.eager_calls += 1
-    with attachment.own_layers():
+    with attachment.backend.own_layers():
         result = original(*args, **kwargs)
     attachment.last_call = _last_call(prompt, result, "eager", reason, region_steps=0)
     return result
@@ -177,7 +177,7 @@ class _Run:
         try:
             # Buffers that are born under inference mode could not be written outside it;
             # and a region is compiled for one mode.
-            with torch.inference_mode(False), torch.no_grad(), self.attachment.serving():
+            with torch.inference_mode(False), torch.no_grad(), self.attachment.backend.serving():
                 region = self._prefill()
                 doing = "a decode step"
                 outcome = self._decode(region)
@@ -325,34 +325,32 @@ class _Run:
         if needs_memory:
             self.kv = self.state = self.readback = None
             self.attachment.drop_regions()
-        with self.attachment.own_layers():
+        with self.attachment.backend.own_layers():
             result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
         self.attachment.last_call = _last_call(call.input_ids, result, "eager", reason, self.region_steps)
         return result
 
     def _start_again(self, ids: torch.Tensor, reason: str) -> bool:
-        """Where containers run, and can run this call, lets them make `_answer` from the prompt on.
+        """Where the backend can, lets transformers' loop make `_answer` from the prompt on, by what a region would run.
 
         Args:
             ids: int64 `[batch, known]`, prompt and certain tokens.
             reason: for the record.
         """
-        containers, call = self.attachment.containers, self.call
-        if containers is None:
+        call = self.call
+        decoding = self.attachment.backend.from_the_prompt(call, self.streamer)
+        if decoding is None:
             return False
-        containers.stack.ledger.lose()
         seen = 0 if self.streamer is None else self.streamer.puts
         try:
-            containers.make_room(call.batch, call.prompt, call.max_length - 1)
-            streamer = None if self.streamer is None else LayersStreamer(self.streamer, containers)
-            with self.attachment.serving(), containers.stack.in_force():
+            with decoding as streamer:
                 self._answer = start_again(
                     self.original, call, ids, self.scores[: ids.shape[1] - call.prompt], streamer, seen
                 )
         except Exception as error:
             if self.streamer is not None and self.streamer.raised is error:
                 raise
-            logger.debug("hepatch: the containers fail outside a region too; the layers go on", exc_info=error)
+            logger.debug("hepatch: that fails outside a region too; the model's own layers go on", exc_info=error)
             return False
         self.attachment.last_call = _last_call(call.input_ids, self._answer, "eager", reason, self.region_steps)
         return True

@@ -20,8 +20,8 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-    from hepatch.backends.containers import Containers
     from hepatch.generate_call import GenerateCall
 
 
@@ -165,21 +165,20 @@ class LayersStreamer:
 
     Args:
         streamer: the caller's.
-        containers: of the engine.
+        aside: makes what is held while the model has its own layers.
     """
 
-    def __init__(self, streamer: Any, containers: Containers) -> None:
-        self._streamer = streamer
-        self._containers = containers
+    def __init__(self, streamer: Any, aside: Callable[[], AbstractContextManager[None]]) -> None:
+        self._streamer, self._aside = streamer, aside
 
     def put(self, value: torch.Tensor) -> None:
         """Passes tokens `[batch]` on."""
-        with self._containers.aside():
+        with self._aside():
             self._streamer.put(value)
 
     def end(self) -> None:
         """Passes the end on."""
-        with self._containers.aside():
+        with self._aside():
             self._streamer.end()
 
 

@@ -62,39 +62,39 @@ def _attach_when_built(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywo
 def _admitted_policies(wrapped: Any, engine: Any, _args: Arguments, _kwargs: Keywords) -> Any:
     # What follows in the constructor reads the attribute, whatever becomes of the rest.
     engine.inference_policies = {}
-    from hepatch.backends import containers
+    from hepatch.backends import ownership
 
-    containers.choose_policies(engine, wrapped)
+    ownership.choose_policies(engine, wrapped)
 
 
 def _generate(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
     _attach(engine)
     _give_generate(engine)
-    containers = _containers_of(engine)
+    backend = _backend_of(engine)
     if not args and "input_ids" not in kwargs and kwargs.get("inputs") is not None:
         kwargs = dict(kwargs)
         args = (kwargs.pop("inputs"),)
     # Not getattr: DeepSpeed's engine answers for attributes of its module. One that keeps no batch needs none.
     if engine.__dict__.get("_total_batch_size", 0) is None:
         engine._total_batch_size = _rows(args, kwargs) * int(engine.world_size)
-    with contextlib.nullcontext() if containers is None else containers.engine_generates():
+    with contextlib.nullcontext() if backend is None else backend.engine_generates():
         return wrapped(*args, **kwargs)
 
 
 def _attach_older_engine(wrapped: Any, engine: Any, args: Arguments, kwargs: Keywords) -> Any:
     result = wrapped(*args, **kwargs)
     _attach(engine)
-    containers = _containers_of(engine)
-    if containers is not None:
-        containers.step_aside()
+    backend = _backend_of(engine)
+    if backend is not None:
+        backend.step_aside()
     return result
 
 
-def _containers_of(engine: Any) -> Any | None:
-    """DeepSpeed's containers of an engine as hepatch keeps them, or None."""
+def _backend_of(engine: Any) -> Any | None:
+    """The backend of an engine that is attached, or None."""
     attachments = sys.modules.get("hepatch.attachments")
     attachment = None if attachments is None else attachments.of_engine(engine)
-    return None if attachment is None else attachment.containers
+    return None if attachment is None else attachment.backend
 
 
 def _lazy_workspace(wrapped: Any, _: Any, args: Arguments, kwargs: Keywords) -> Any:

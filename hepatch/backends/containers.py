@@ -1,132 +1,48 @@
-"""DeepSpeed's containers of one engine: whether they are built, who may use them, and what has to hold before they run.
-
-Containers share class-level counters, one counter of the position and one workspace in a process, so one engine at a
-time has them; every other engine's models run their own layers. They are built only after a disposable copy has shown
-that they compute what the model's layers compute (`container_admission`).
-"""
+"""DeepSpeed's containers of one engine: what has to hold before they run, and when they do."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from hepatch import kernel_probes, probes, settings
-from hepatch.backends import container_admission
-from hepatch.backends.container_admission import ContainersNotAdmittedError
-from hepatch.errors import first_line
-from hepatch.report import logger
+from hepatch import kernel_probes, probes
+from hepatch.backends.backend import Backend
+from hepatch.recovery import LayersStreamer
+from hepatch.region_store import ExactLeases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
-    from hepatch.backends.kernels import ContainerStack, KernelsForward
-
-_OBSTACLE = "_hepatch_no_containers"
-_TRAINED = "_hepatch_trained_before_containers"
-_owner: weakref.ref[Any] | None = None
+    from hepatch.backends import KV
+    from hepatch.backends.kernels import ContainerStack
+    from hepatch.generate_call import GenerateCall
+    from hepatch.settings import Settings
 
 
 class WorkspaceError(RuntimeError):
     """DeepSpeed's workspace cannot hold a call; nothing was written."""
 
 
-def choose_policies(engine: Any, populate: Callable[[], None]) -> None:
-    """Sets the engine's policies: stock's where its containers are admitted, none where they are not.
-
-    Args:
-        engine: a `DeepSpeedHybridEngine` under construction, its model in place and its containers not yet built.
-        populate: stock's `populate_all_inference_policies`, bound to the engine.
-    """
-    global _owner  # noqa: PLW0603 - class counters, counter and workspace belong to the process, and so does their owner
-    try:
-        obstacle = _not_wanted(engine) or _taken()
-        if obstacle is None:
-            policies = kernel_probes.layer_policies(engine, populate)
-            everything = engine.inference_policies
-            container_admission.admit(engine, policies)
-            engine.inference_policies = everything
-            # What an engine before this one has left; the layers of this one are numbered from zero.
-            kernel_probes.set_class_state(kernel_probes.fresh_class_state())
-            engine.__dict__[_TRAINED] = [
-                parameter for parameter in engine.module.parameters() if parameter.requires_grad
-            ]
-            _owner = weakref.ref(engine)
-            return
-    except ContainersNotAdmittedError as error:
-        obstacle = str(error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a policy that raises or exits costs the containers, never the run
-        obstacle = f"DeepSpeed's containers cannot be built ({type(error).__name__}: {first_line(error)})"
-        logger.debug("hepatch: the traceback of that", exc_info=error)
-    engine.inference_policies = {}
-    engine.__dict__[_OBSTACLE] = obstacle
-
-
-def obstacle_of(engine: Any) -> str | None:
-    """Why this engine has no containers of ours; None where it has, or was built before hepatch was on."""
-    found: str | None = engine.__dict__.get(_OBSTACLE)
-    return found
-
-
-def own_containers(engine: Any) -> bool:
-    """Whether the engine's containers were admitted by hepatch."""
-    return _owner is not None and _owner() is engine and bool(getattr(engine, "_inference_containers", ()))
-
-
-def _not_wanted(engine: Any) -> str | None:
-    backend = settings.read().backend
-    facts = probes.engine_facts(engine)
-    model = probes.generation_model(engine.module)
-    if facts["requested"] is False:
-        return "the ds_config asks for no graph capture"
-    if backend == "native":
-        return "HEPATCH_BACKEND=native asks for the model's own layers"
-    if model is None:
-        return "there is no model with generate"
-    if facts["zero_stage"] >= 3:  # noqa: PLR2004 - the stage that partitions the weights
-        return "ZeRO stage 3 leaves containers no weights"
-    if facts["release_inference_cache"]:
-        return "release_inference_cache frees the workspace between generates"
-    if facts["inference_tp_size"] > 1:
-        return "collectives inside a region are not verified"
-    if backend == "auto" and probes.static_cache_obstacle(model) is None:
-        # Not slower, needs no op to be built, keeps one graph for many positions, and has no counter on the host.
-        return "the native backend serves this model"
-    return None
-
-
-def _taken() -> str | None:
-    global _owner  # noqa: PLW0603 - see choose_policies
-    if _owner is not None:
-        if _owner() is not None:
-            # An engine that was let go may still hang in a cycle.
-            gc.collect()
-        if _owner() is not None:
-            return (
-                "another engine of this process has DeepSpeed's containers, which share one workspace and one position"
-            )
-        _owner = None
-        kernel_probes.set_class_state(kernel_probes.fresh_class_state())
-    if kernel_probes.class_state().layers:
-        return "containers that were built without hepatch may still be in use in this process"
-    return None
-
-
-class Containers:
+class Containers(Backend):
     """The containers of one engine.
 
     Args:
         engine: a `DeepSpeedHybridEngine` whose containers were admitted.
         model: its causal LM.
+        trained: what stock has frozen while it built the containers.
 
     Attributes:
-        forward: the model's forward through them.
+        forward: the model's forward through them; `container_admission` has shown it to be right.
+        stack: what a decode step runs.
     """
 
-    def __init__(self, engine: Any, model: Any) -> None:
+    name = "kernels"
+
+    def __init__(self, engine: Any, model: Any, trained: Iterable[torch.nn.Parameter] = ()) -> None:
         from hepatch.backends.kernels import ContainerStack, KernelsForward
 
         containers = list(engine._inference_containers)
@@ -134,9 +50,9 @@ class Containers:
         self.stack: ContainerStack = ContainerStack(
             list(engine._orig_modules), containers, kernel_probes.other_modules(engine)
         )
-        self.forward: KernelsForward = KernelsForward(model, self.stack)
+        self.forward = KernelsForward(model, self.stack)
         self._tokens = int(containers[0].module.config.max_out_tokens)
-        self.generation = 0
+        self._generation = 0
         self._first = containers[0]
         self._tensors = self.stack.tensors()
         self._looked_at: int | None = None
@@ -145,7 +61,7 @@ class Containers:
         self._fusions = 0
         self._mark: object = None
         # What stock puts in for projections outside the layers freezes their weights, and they would never train.
-        for parameter in engine.__dict__.pop(_TRAINED, ()):
+        for parameter in trained:
             parameter.requires_grad_(True)
         # Stock leads the model's generate to the engine's. Nothing of the engine stays on the model, so that its copies
         # are ordinary; the class's own generate reaches the region as well.
@@ -155,23 +71,43 @@ class Containers:
         engine.__dict__["workspace"] = self._first.module.workspace
         self.resume()
 
-    @property
-    def max_tokens(self) -> int:
-        """Positions of the workspace: as asked for, or fewer where memory was short when it was made."""
-        return self._tokens
+    def facts(self, rows: int | None, weights: list[torch.Tensor]) -> dict[str, Any]:
+        """DeepSpeed's containers count as none: they stand in for no layer but within a call that a region serves."""
+        return {
+            "containers": 0,
+            # As asked for, or fewer where memory was short when the workspace was made.
+            "max_out_tokens": self._tokens,
+            "workspace": None if rows is None else self._no_room(rows),
+            "unseen_weight": self._unseen_weight(weights),
+        }
 
-    @property
-    def rows(self) -> int:
-        """Rows that the workspace holds."""
-        return self._rows
+    def unsupported(self, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """The kernels count positions by themselves."""
+        if model_kwargs.get("position_ids") is None:
+            return ()
+        return ("position_ids of the caller's, which DeepSpeed's kernels do not read",)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the workspace."""
-        return self.workspace_bytes(self._rows)
+    def leases(self, settings: Settings) -> ExactLeases:
+        """A recording has the position baked in."""
+        return ExactLeases()
 
-    def workspace_bytes(self, rows: int) -> int:
-        """Bytes of a workspace for `rows` rows."""
+    def most_recordings(self, settings: Settings) -> int:
+        """`HEPATCH_MAX_POSITIONS`."""
+        return settings.max_positions
+
+    def least_sizes(self) -> dict[str, int]:
+        """The largest there can be, which are known: one buffer that moved would void a recording for each position."""
+        return {"least_rows": self._rows, "least_tokens": self._rows * (self._tokens + 1)}
+
+    def needed_bytes(self, kv: KV | None, rows: int, length: int, settings: Settings) -> int:
+        """The workspace for so many rows; its positions are fixed."""
+        return self._workspace_bytes(rows)
+
+    def nbytes(self, kv: KV | None) -> int:
+        """The workspace."""
+        return self._workspace_bytes(self._rows)
+
+    def _workspace_bytes(self, rows: int) -> int:
         return kernel_probes.workspace_bytes(self._first, rows, len(self.stack.layers))
 
     def suspend(self) -> None:
@@ -188,7 +124,7 @@ class Containers:
         """The model runs its own layers."""
         self.stack.step_aside()
 
-    def unseen_weight(self, weights: list[torch.Tensor]) -> str | None:
+    def _unseen_weight(self, weights: list[torch.Tensor]) -> str | None:
         """The name of a weight that the kernels would not see, or None. Loaded and moved weights are fused again first.
 
         Args:
@@ -200,10 +136,12 @@ class Containers:
             self._looked_at = probes.addresses([*weights, *self._tensors])
         return self._unseen
 
-    @property
     def memory(self) -> tuple[int, int | None]:
-        """Changes when the workspace or a weight has moved, as far as `unseen_weight` has seen."""
-        return self.generation, self._looked_at
+        """The workspace and the weights, as far as `facts` has seen.
+
+        Where they moved everything recorded is dropped: the old recordings of each position would stay for good.
+        """
+        return self._generation, self._looked_at
 
     def _look_for_unseen(self) -> str | None:
         for index, (container, layer) in enumerate(zip(self.stack.containers, self.stack.layers, strict=True)):
@@ -220,28 +158,23 @@ class Containers:
                 return f"{name} of {type(own).__name__}"
         return None
 
-    def no_room(self, rows: int) -> str | None:
+    def _no_room(self, rows: int) -> str | None:
         """Why the workspace cannot be made as large as `rows` rows need, or None."""
         if self._holds(rows) or self.stack.in_python:
             return None
         released = not kernel_probes.workspace_is_allocated(self._first)
-        held = 0 if released else self.workspace_bytes(self._rows)
-        return kernel_probes.room_for_workspace(self.workspace_bytes(rows), held)
+        held = 0 if released else self._workspace_bytes(self._rows)
+        return kernel_probes.room_for_workspace(self._workspace_bytes(rows), held)
 
-    def make_room(self, rows: int, prompt: int, length: int) -> None:
+    def prepare(self, rows: int, prompt: int, total: int) -> None:
         """Has the workspace hold `rows` rows; a larger one takes the place of what is there, whose recordings are void.
-
-        Args:
-            rows: of the call.
-            prompt: columns of the prompt.
-            length: positions that the call writes.
 
         Raises:
             WorkspaceError: there is no memory for it.
         """
         if self._holds(rows):
             return
-        obstacle = self.no_room(rows)
+        obstacle = self._no_room(rows)
         if obstacle is not None:
             raise WorkspaceError(obstacle)
         if not self._made_by_others():
@@ -251,12 +184,13 @@ class Containers:
         kernel_probes.allocate_workspace(self._first, rows, prompt, len(self.stack.layers))
         self._mark = kernel_probes.mark_workspace(self._first)
         self._rows = rows
-        self.generation += 1
+        self._generation += 1
         self._tokens = self.stack.capacity()
-        if length > self._tokens:
+        # The last token is never run through the model.
+        if total - 1 > self._tokens:
             # The kernels would write past the end of a head's memory without a word.
             raise WorkspaceError(
-                f"DeepSpeed's workspace has {self._tokens} positions for {rows} rows, {length} are needed"
+                f"DeepSpeed's workspace has {self._tokens} positions for {rows} rows, {total - 1} are needed"
             )
 
     def _holds(self, rows: int) -> bool:
@@ -281,7 +215,7 @@ class Containers:
             self._fusions = before
 
     @contextlib.contextmanager
-    def weights_for_kernels(self) -> Iterator[None]:
+    def serving(self) -> Iterator[None]:
         """LoRA is part of the weights: the kernels know nothing of it."""
         engine = self._engine()
         if engine is None or not self._has_lora() or self._fusions:
@@ -296,7 +230,7 @@ class Containers:
             engine.unfuse_lora_weight()
 
     @contextlib.contextmanager
-    def weights_for_layers(self) -> Iterator[None]:
+    def own_layers(self) -> Iterator[None]:
         """LoRA is beside the weights: the model's layers add it themselves."""
         engine, fusions = self._engine(), self._fusions
         if engine is None or not fusions:
@@ -315,8 +249,19 @@ class Containers:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """The model runs its own layers for a while in which containers are in force."""
-        with self.weights_for_layers(), self.stack.aside():
+        with self.own_layers(), self.stack.aside():
             yield
+
+    def from_the_prompt(self, call: GenerateCall, streamer: Any) -> AbstractContextManager[Any]:
+        """By containers the tokens are the eager engine's; by layers they may part from it where fp16 cannot tell."""
+        self.stack.ledger.lose()
+        return self._decoding(call, streamer)
+
+    @contextlib.contextmanager
+    def _decoding(self, call: GenerateCall, streamer: Any) -> Iterator[Any]:
+        self.prepare(call.batch, call.prompt, call.max_length)
+        with self.serving(), self.stack.in_force():
+            yield None if streamer is None else LayersStreamer(streamer, self.aside)
 
     def _has_lora(self) -> bool:
         engine = self._engine()

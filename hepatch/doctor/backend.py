@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hepatch import probes, stock_probes
+from hepatch.backends.ownership import layers_come_first
 
 
 def kernels_obstacle(model: Any) -> str | None:
@@ -37,14 +38,10 @@ def choose(backend: str, static_cache: str | None, no_kernels: str | None) -> tu
         backend: as set, "auto", "kernels" or "native".
         static_cache: why the native backend cannot serve the model; None where it can.
         no_kernels: from `kernels_obstacle`.
-
-    Source: hepatch/backends/containers.py, `_not_wanted`: with "auto" the native backend comes first.
     """
-    if backend == "kernels" and no_kernels is None:
+    if no_kernels is None and not layers_come_first(backend, static_cache):
         return "kernels", None, None
     if static_cache is None:
         return "native", None, no_kernels if backend == "kernels" else None
-    if backend == "auto" and no_kernels is None:
-        return "kernels", None, None
     both = static_cache if backend == "native" else f"{static_cache}, and {no_kernels}"
     return "none", both, no_kernels if backend == "kernels" else None

@@ -16,7 +16,7 @@ import transformers.cache_utils
 
 import hepatch
 from hepatch import attachments
-from hepatch.backends import containers
+from hepatch.backends import ownership
 from tests import engines
 from tests.gpu import eager_containers
 from tests.gpu.agreement import show
@@ -49,13 +49,13 @@ def actor(request, tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     os.environ["HEPATCH_COMPILE_BACKEND"] = "inductor" if device == "cuda" else "eager"
     engine = eager_containers.build(request.param, device)
-    assert hepatch.report(engine).backend == "kernels", containers.obstacle_of(engine)
+    assert hepatch.report(engine).backend == "kernels", ownership.obstacle_of(engine)
     yield SimpleNamespace(engine=engine, device=device, calls=json.loads(file.read_text()))
     attachment = attachments.of_engine(engine)
     attachment.suspend()
     attachments.forget(attachment)
-    containers._owner = None
-    containers.kernel_probes.set_class_state(containers.kernel_probes.fresh_class_state())
+    ownership._owner = None
+    ownership.kernel_probes.set_class_state(ownership.kernel_probes.fresh_class_state())
     torch._dynamo.reset()
 
 
@@ -144,7 +144,7 @@ def test_weights_that_moved_the_logits_are_seen(actor):
 def test_a_failure_in_the_middle(actor, monkeypatch, step):
     """The last container raises at a step, whether it would be replayed or recorded; every token is the eager one's."""
     call = actor.calls[0]
-    stack = attachments.of_engine(actor.engine).containers.stack
+    stack = attachments.of_engine(actor.engine).backend.stack
     if actor.device == "cuda":
         # A replay runs no container: the region's step itself raises.
         from hepatch.region import Region
@@ -220,7 +220,7 @@ def test_a_released_workspace_is_noticed(actor):
 @pytest.mark.graphs
 def test_the_counter_is_put_without_touching_the_device(actor):
     """Forwards and backwards, between two halves of a sequence: what is stored stays, and the next step is right."""
-    stack = attachments.of_engine(actor.engine).containers.stack
+    stack = attachments.of_engine(actor.engine).backend.stack
     assert eager_containers.answer(actor.engine, actor.calls[0], actor.device) == actor.calls[0]["answer"]
     keys = stack.modules[0].layer_past[0].clone()
     for tokens in (3, 300, 50):

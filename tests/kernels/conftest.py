@@ -10,7 +10,7 @@ import torch
 import transformers.cache_utils
 
 from hepatch import attachments
-from hepatch.backends import containers
+from hepatch.backends import ownership
 from tests.agreement import Actor
 from tests.kernels import fallbacks, families
 
@@ -34,7 +34,7 @@ def build() -> Iterator[Callable[..., Actor]]:
         actor = Actor(families.build(family, seed), **engine_arguments)
         built.append(actor)
         backend = actor.report.backend
-        assert backend == expect, (backend, containers.obstacle_of(actor.engine), actor.report.refusals)
+        assert backend == expect, (backend, ownership.obstacle_of(actor.engine), actor.report.refusals)
         return actor
 
     yield build
@@ -45,6 +45,6 @@ def build() -> Iterator[Callable[..., Actor]]:
             attachments.forget(attachment)
     built.clear()
     # An engine that is not collected yet would keep the containers from the next test's.
-    containers._owner = None
-    containers.kernel_probes.set_class_state(containers.kernel_probes.fresh_class_state())
+    ownership._owner = None
+    ownership.kernel_probes.set_class_state(ownership.kernel_probes.fresh_class_state())
     torch._dynamo.reset()

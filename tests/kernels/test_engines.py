@@ -12,7 +12,7 @@ import torch
 
 import hepatch
 from hepatch import kernel_probes
-from hepatch.backends import containers
+from hepatch.backends import ownership
 from tests import engines
 from tests.agreement import assert_same_tokens
 from tests.kernels import families
@@ -64,14 +64,14 @@ def test_the_next_engine_has_them_when_the_first_is_gone() -> None:
     assert hepatch.report(first).backend == "kernels"
     del first
     gc.collect()
-    assert containers._owner is not None
+    assert ownership._owner is not None
 
     second = engines.build_engine(families.build("opt", seed=1))
     try:
         assert hepatch.report(second).backend == "kernels"
         assert kernel_probes.class_state().layers == 2
     finally:
-        containers._owner = None
+        ownership._owner = None
         kernel_probes.set_class_state(kernel_probes.fresh_class_state())
 
 
@@ -116,8 +116,8 @@ def test_no_memory_for_a_larger_batch(build: Any, monkeypatch: pytest.MonkeyPatc
     """The kernels do not look whether their allocation succeeded: it is refused before, and the layers serve."""
     actor = build()
     actor.agree(**engines.prompts(2, 6), max_new_tokens=4)
-    held = hepatch.attachments.of_model(actor.model).containers
-    monkeypatch.setattr(held, "no_room", lambda rows: "DeepSpeed's workspace needs 9 MiB" if rows > 2 else None)
+    held = hepatch.attachments.of_model(actor.model).backend
+    monkeypatch.setattr(held, "_no_room", lambda rows: "DeepSpeed's workspace needs 9 MiB" if rows > 2 else None)
     prompt = engines.prompts(5, 6, (2,))
 
     got = actor.generated(**prompt, max_new_tokens=6)

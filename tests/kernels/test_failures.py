@@ -23,7 +23,7 @@ class InjectedError(RuntimeError):
 
 def break_container(actor: Any, monkeypatch: pytest.MonkeyPatch, layer: int, step: int, *, for_good: bool) -> None:
     """Lets a container raise at a decode step, counted from the next prompt on; once, or from then on."""
-    module = attachments.of_model(actor.model).containers.stack.modules[layer]
+    module = attachments.of_model(actor.model).backend.stack.modules[layer]
     real, counted = module.forward, itertools.count(-1)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def break_container(actor: Any, monkeypatch: pytest.MonkeyPatch, layer: int, ste
         return real(*args, **kwargs)
 
     monkeypatch.setitem(module.__dict__, "forward", forward)
-    stack = attachments.of_model(actor.model).containers.stack
+    stack = attachments.of_model(actor.model).backend.stack
     calls = [(own, forward if call == real else call) for own, call in stack._prompt_calls]
     monkeypatch.setattr(stack, "_prompt_calls", calls)
 
@@ -116,12 +116,12 @@ def test_a_moved_counter_is_never_used(build: Any, prompt: Any) -> None:
     actor = build()
     actor.agree(**prompt, max_new_tokens=4)
     attachment = attachments.of_model(actor.model)
-    ledger, real = attachment.containers.stack.ledger, attachment.containers.stack.ledger.begin
+    ledger, real = attachment.backend.stack.ledger, attachment.backend.stack.ledger.begin
 
     def begin(tokens: int, *, replay: bool) -> None:
         real(tokens, replay=replay)
         if tokens == COLUMNS + 4:
-            attachment.containers.stack._counter.put(tokens + 3)
+            attachment.backend.stack._counter.put(tokens + 3)
 
     ledger.begin = begin
     try:

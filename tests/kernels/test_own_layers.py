@@ -121,7 +121,7 @@ def test_a_forward_within_a_sequence_is_noticed(build: Any) -> None:
     actor = build()
     prompt = engines.prompts(1, 6)
     actor.agree(**prompt, max_new_tokens=4)
-    stack = hepatch.attachments.of_model(actor.model).containers.stack
+    stack = hepatch.attachments.of_model(actor.model).backend.stack
     ids = engines.prompts(1, 9, seed=5)["input_ids"]
 
     class Meddler(engines.Streamed):

@@ -117,7 +117,7 @@ def test_the_engine_is_released(build: Any, act: str, sampled: bool) -> None:
 def test_after_a_failure(build: Any, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     """Where containers start a call again outside the region, the streamer still finds the model's own layers."""
     actor = build()
-    stack = attachments.of_model(actor.model).containers.stack
+    stack = attachments.of_model(actor.model).backend.stack
     ids = engines.prompts(2, 9, seed=5)
     break_container(actor, monkeypatch, 1, 1, for_good=False)
 
