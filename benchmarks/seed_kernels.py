@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import summary
 from benchmarks.summary import verdict
 from hepatch.bench import tables
 from hepatch.bench.client import Place
@@ -119,10 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 0 if every system was measured but one that fails by itself, whatever the targets say."""
     options = parse(arguments)
-    shown = list(sys.argv[1:] if arguments is None else arguments)
-    if "--out" in shown:
-        del shown[shown.index("--out") : shown.index("--out") + 2]
-    command = " ".join(["python -m benchmarks.seed_kernels", *shown])
+    command = summary.command("seed_kernels", arguments)
     seed = TINY if options.tiny else FULL
     sweep = replace(seed, batches=TINY_OTHERS if options.tiny else OTHERS, trains=False)
     step = Shown().step
@@ -144,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result["targets"] = targets(result["rows"])
     print(tables.markdown(result))
     print(tables.markdown({**others, "copy_gb_per_s": result.get("copy_gb_per_s")}))
-    for target in result["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['name']}: {target['measured']} ({target['wanted']})")
+    summary.show(result["targets"])
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -222,11 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 0 if it ran to its end without an error, whatever the targets say."""
     options = parse(arguments)
     workload = TINY if options.tiny else FULL
-    shown = list(sys.argv[1:] if arguments is None else arguments)
-    if "--out" in shown:
-        del shown[shown.index("--out") : shown.index("--out") + 2]
     result = {
-        "command": " ".join(["python -m benchmarks.seed_native", *shown]),
+        "command": summary.command("seed_native", arguments),
         "machine": machine(options.device),
     }
     result |= {

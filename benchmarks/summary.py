@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from hepatch.bench.floor import bytes_per_step
@@ -26,6 +28,21 @@ def verdict(name: str, wanted: str, measured: float | bool | None, met: bool) ->
         "measured": round(measured, 3) if isinstance(measured, float) else measured,
         "met": met,
     }
+
+
+def command(module: str, arguments: Sequence[str] | None) -> str:
+    """The command line of a benchmark as its result has it: without where the result goes, which is a folder's name."""
+    shown = list(sys.argv[1:] if arguments is None else arguments)
+    if "--out" in shown:
+        del shown[shown.index("--out") : shown.index("--out") + 2]
+    return " ".join([f"python -m benchmarks.{module}", *shown])
+
+
+def show(targets: Sequence[dict[str, Any]]) -> None:
+    """Prints each target, met or missed."""
+    for target in targets:
+        word = "met   " if target["met"] else "MISSED"
+        print(f"{word} {target['name']}: {target['measured']} (wanted {target['wanted']})")
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,9 +71,7 @@ def finish(result: dict[str, Any]) -> None:
     """Adds the targets to a result; prints its table and them."""
     print("\n".join(table(result)))
     result["targets"] = targets(result)
-    for target in result["targets"]:
-        word = "met   " if target["met"] else "MISSED"
-        print(f"{word} {target['name']}: {target['measured']} (wanted {target['wanted']})")
+    show(result["targets"])
 
 
 def table(result: dict[str, Any]) -> list[str]:

@@ -123,9 +123,9 @@ def max_positions(model: Any) -> int | None:
 def kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
     """Bytes of KV cache that one token of one row takes, by the configuration."""
     config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * layer_count(model) * int(heads) * int(dim) * dtype.itemsize
+    heads, kv_heads = attention_heads(model)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * layer_count(model) * kv_heads * int(dim) * dtype.itemsize
 
 
 # Hooks that change nothing in what a decode step computes, by the module that defines them: DeepSpeed's own;

@@ -59,8 +59,9 @@ def admit(engine: Any, policies: dict[type, tuple[Any, Any]]) -> None:
             # The kernels measure free memory once in a process, at the first workspace.
             kernel_probes.free_unused_memory()
             double = _disposable_copy(model, first.dtype, first.device)
-            _compare_structure(layers, _layers(double, policies, LAYERS, name), name)
-            forward = _with_containers(engine, double, policies)
+            copies = _layers(double, policies, LAYERS, name)
+            _compare_structure(layers, copies, name)
+            forward = _with_containers(double, copies, policies)
             _compare(forward, first.device, name)
     finally:
         workspace = kernel_probes.class_state().workspace
@@ -120,10 +121,11 @@ def _compare_structure(layers: list[torch.nn.Module], fresh: list[torch.nn.Modul
                 )
 
 
-def _with_containers(engine: Any, double: Any, policies: dict[type, tuple[Any, Any]]) -> KernelsForward:
+def _with_containers(
+    double: Any, layers: list[torch.nn.Module], policies: dict[type, tuple[Any, Any]]
+) -> KernelsForward:
     from hepatch.backends.kernels import ContainerStack, KernelsForward
 
-    layers = _layers(double, policies, LAYERS, type(double).__name__)
     containers = []
     for index, layer in enumerate(layers):
         build, policy = policies[type(layer)]
