@@ -160,7 +160,9 @@ class NativeForward:
         """
         input_ids, attention_mask, position_ids = prompt.ids, prompt.mask, prompt.positions
         cache = Cache(layers=[PromptLayer(kv, index) for index in range(len(kv.keys))])
-        kv.padding = None if attention_mask is None else (attention_mask == 0).t()[:, :, None, None]
+        closed = None if attention_mask is None else attention_mask == 0
+        # Waits for the device, once, and spares two kernels a layer where no row is padded.
+        kv.padding = None if closed is None or not bool(closed.any()) else closed.t()[:, :, None, None]
         extra: dict[str, Any] = dict(self.keep_last)
         if self.takes_position_ids:
             extra["position_ids"] = position_ids

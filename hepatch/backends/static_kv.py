@@ -126,7 +126,8 @@ class StaticKV:
             # it there or the model computes it for padding.
             if self.padding is not None:
                 face[:length, :batch].masked_fill_(self.padding, 0)
-            face[:length, batch:].zero_()
+            if batch < face.shape[1]:
+                face[:length, batch:].zero_()
             face[length:].zero_()
 
     def read(self, index: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
