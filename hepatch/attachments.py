@@ -8,6 +8,7 @@ attachments would never let go: a model's hooks reach its engine, and a region r
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -393,6 +394,9 @@ class Attachment:
     def release(self) -> None:
         """`hepatch.release(engine)`: frees caches and graphs now; the next generate records again."""
         self.drop_regions()
+        # What stands in for a layer's forward is tied to its stack in a circle, which would keep the KV cache until the
+        # next collection.
+        gc.collect()
 
     def reset(self) -> None:
         """Forgets failures and what was said, reads the environment again, and lets the next generate start afresh."""
