@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
 
 import hepatch
-from hepatch import attachments, region
+from hepatch import attachments, decode, region
 from hepatch.backends import native
 from hepatch.errors import FailedError
 from tests import engines
@@ -355,3 +357,54 @@ class TestSkippedGraphs:
         assert actor.report.recordings == 0
         assert "GraphsSkipped" in actor.report.failures[0]
         assert "no CUDA graph" in actor.report.failures[0]
+
+
+@pytest.mark.parametrize("where", ["prompt", "step"])
+def test_memory_is_free_before_the_call_goes_on(actor, fail, prompt, monkeypatch, where):
+    """Out of memory: neither the cache nor what the failed forward has computed is held while transformers goes on."""
+    held = []
+
+    def exhausted(*args, **kwargs):
+        activations = torch.zeros(64, 64)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("injected here")
+
+    if where == "step":
+        fail(3, "before", torch.OutOfMemoryError)
+    else:
+        actor.generated(**prompt, max_new_tokens=NEW)
+        monkeypatch.setattr(native, "last_logits", exhausted)
+    finish = decode.finish_eagerly
+
+    def watched(*args):
+        kept.append([each() for each in held])
+        return finish(*args)
+
+    kept = []
+    prefill = native.NativeForward.prefill
+
+    def noted(forward, kv, prompt):
+        try:
+            return prefill(forward, kv, prompt)
+        finally:
+            held.extend(weakref.ref(buffer._flat) for layer in kv._layers for buffer in (layer.keys, layer.values))
+
+    def explode():
+        raise InjectedError
+
+    monkeypatch.setattr(native.NativeForward, "prefill", noted)
+    monkeypatch.setattr(decode, "finish_eagerly", watched)
+    gc.disable()
+    try:
+        explode()
+    except InjectedError as error:
+        # While the caller handles an error, which has nothing to do with ours.
+        got = actor.generated(**prompt, max_new_tokens=NEW)
+        whole = error.__traceback__ is not None
+    finally:
+        gc.enable()
+
+    assert whole
+    assert_same_tokens(actor.expected(**prompt, max_new_tokens=NEW), got)
+    assert len(kept[0]) >= 2
+    assert kept[0] == [None] * len(kept[0])
