@@ -132,6 +132,21 @@ def test_dtype_of_the_model_may_change(pair):
     assert hepatch.report(pair.engine).failures == ()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_vocabulary_of_the_model_may_change(family):
+    """More tokens are a new model as well, also where the embedding stays the same module."""
+    pair = Pair(family)
+    sampled = {**PROMPT, **KEYWORDS, "do_sample": True, "top_k": 1}
+    pair.engine.generate(**sampled)
+    pair.model.resize_token_embeddings(engines.VOCABULARY + 8, mean_resizing=False)
+    pair.oracle.resize_token_embeddings(engines.VOCABULARY + 8, mean_resizing=False)
+    pair.oracle.load_state_dict(pair.model.state_dict())
+
+    assert torch.equal(pair.oracle.generate(**sampled), pair.engine.generate(**sampled))
+    assert hepatch.report(pair.engine).last_call.path == "fused"
+    assert pair.agree() == "fused"
+
+
 def test_what_the_callers_streamer_raises_is_the_callers(pair):
     """A streamer that stops a generate stops it, and costs the engine nothing."""
 
