@@ -43,6 +43,10 @@ _by_model: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] =
 _live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
+class _CallInProgress:
+    """A call that a region serves; it exists as long as that."""
+
+
 class Attachment:
     """One engine's share of hepatch.
 
@@ -76,7 +80,7 @@ class Attachment:
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
-        self._in_use = False
+        self._in_progress: weakref.ref[_CallInProgress] | None = None
         self.lock = threading.RLock()
         self.containers = self._take_containers(engine)
         self._static_cache = self._static_cache_obstacle()
@@ -327,11 +331,13 @@ class Attachment:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """To be held while a region serves a call: its buffers hold one call at a time."""
-        self._in_use = True
+        call = _CallInProgress()
+        # Weakly: an interrupt may hit before it is taken back below, and a call that is gone is not in progress.
+        self._in_progress = weakref.ref(call)
         try:
             yield
         finally:
-            self._in_use = False
+            self._in_progress = None
 
     def unsupported(self, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Why a call that begins now is no plain decode step for this engine, one phrase a reason.
@@ -340,7 +346,7 @@ class Attachment:
             model_kwargs: what the caller gives the model.
         """
         reasons = []
-        if self._in_use:
+        if self._in_progress is not None and self._in_progress() is not None:
             # As from the streamer of one.
             reasons.append("another generate of this engine is in progress")
         if self.containers is not None and model_kwargs.get("position_ids") is not None:

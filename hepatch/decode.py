@@ -190,7 +190,11 @@ class _Run:
                 if outcome.is_clean:
                     return self._result(outcome)
                 self.known = outcome.broken - 1
-        except Exception as error:  # noqa: BLE001 - whatever it is, recovery finishes the call
+        except BaseException as error:
+            if self.region is not None:
+                self.region.put_back()
+            if not isinstance(error, Exception):
+                raise
             return self._recover(error, doing)
         return self._finish_eagerly("scores that are no distribution (NaN or infinity)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import sys
 import weakref
 
 import pytest
@@ -316,6 +317,50 @@ def test_interrupt_is_the_users(actor, fail, prompt):
         actor.generated(**prompt, max_new_tokens=NEW)
 
     actor.agree(**prompt, max_new_tokens=NEW)
+
+
+def test_interrupt_between_two_states_of_the_model(actor, prompt):
+    """Ctrl-C may hit while a step puts layers, attention and hooks back: they are back all the same, for good."""
+    asked = {**prompt, "max_new_tokens": 3}
+    expected = actor.agree(**asked)
+    layers = [module for module in actor.model.modules() if "Layer" in type(module).__name__]
+    tables = [module._forward_pre_hooks for module in actor.model.modules()]
+    hooks = [dict(table) for table in tables]
+    implementation = actor.model.config._attn_implementation
+    watched = {"opaque", "put_back", "chosen", "held", "without_hooks", "in_use"}
+    reached = 0
+
+    def interrupt(frame, event, _):
+        nonlocal reached
+        if frame.f_code.co_name not in watched or not frame.f_globals["__name__"].startswith("hepatch"):
+            return None
+        if event == "line":
+            reached += 1
+            if reached == at:
+                raise KeyboardInterrupt
+        return interrupt
+
+    def ends(tracer):
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            actor.generated(**asked)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.settrace(before)
+        return True
+
+    at = 1
+    while not ends(interrupt):
+        assert not any("forward" in layer.__dict__ for layer in layers), at
+        assert hooks == [dict(table) for table in tables], at
+        assert implementation == actor.model.config._attn_implementation, at
+        assert torch.equal(expected, actor.generated(**asked)), at
+        assert actor.report.last_call.path == "fused", at
+        at, reached = at + 1, 0
+
+    assert at > len(watched)
 
 
 def test_strict_raises(model, fail, prompt, monkeypatch):

@@ -150,8 +150,12 @@ class LayerStack:
                 layer.__dict__["forward"] = call
             yield
         finally:
-            for layer in self._layers:
-                layer.__dict__.pop("forward", None)
+            self.put_back()
+
+    def put_back(self) -> None:
+        """The model's layers are its own."""
+        for layer in self._layers:
+            layer.__dict__.pop("forward", None)
 
     def turn(self) -> None:
         """Takes the faces of the KV cache that are current."""
