@@ -123,6 +123,22 @@ def test_a_relocated_buffer_never_comes_back_to_an_address():
     assert len(seen) == len(set(seen))
 
 
+def test_faces_are_bounded(pair, monkeypatch):
+    """Ever new batch sizes and lengths do not fill the host's memory, and what is made again serves as before."""
+    from hepatch import attachments, static_buffer
+
+    monkeypatch.setattr(static_buffer, "MOST_FACES", 3)
+    for rows in (2, 3, 4, 5, 6, 2, 3):
+        prompt = engines.prompts(rows, 6, (2, 0))
+        expected = pair.oracle.generate(**prompt, **KEYWORDS)
+        assert torch.equal(expected, pair.engine.generate(**prompt, **KEYWORDS))
+        assert hepatch.report(pair.engine).last_call.path == "fused"
+
+    memory = attachments.of_engine(pair.engine).state._memory
+    assert all(len(buffer._faces) <= 3 for buffer in memory.values())
+    assert hepatch.report(pair.engine).compilations == 1
+
+
 def test_dtype_of_the_model_may_change(pair):
     """Another dtype is a new model, not a failure."""
     pair.model.double()
