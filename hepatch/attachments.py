@@ -8,6 +8,7 @@ attachments would never let go: a model's hooks reach its engine, and a region r
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,10 @@ MOST_RELOCATIONS = 64
 
 _by_model: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+class _CallInProgress:
+    """A call that a region serves; it exists as long as that."""
 
 
 class Attachment:
@@ -75,7 +80,7 @@ class Attachment:
         self._failure: str | None = None
         self._failures = 0
         self._eager_calls_left = 0
-        self._in_use = False
+        self._in_progress: weakref.ref[_CallInProgress] | None = None
         self.lock = threading.RLock()
         self._no_containers = ownership.obstacle_of(engine)
         self.backend = ownership.backend_of(engine, self.model)
@@ -272,11 +277,13 @@ class Attachment:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """To be held while a region serves a call: its buffers hold one call at a time."""
-        self._in_use = True
+        call = _CallInProgress()
+        # Weakly: an interrupt may hit before it is taken back below, and a call that is gone is not in progress.
+        self._in_progress = weakref.ref(call)
         try:
             yield
         finally:
-            self._in_use = False
+            self._in_progress = None
 
     def unsupported(self, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Why a call that begins now is no plain decode step for this engine, one phrase a reason.
@@ -285,8 +292,9 @@ class Attachment:
             model_kwargs: what the caller gives the model.
         """
         # As from the streamer of one.
-        nested = ("another generate of this engine is in progress",) if self._in_use else ()
-        return (*nested, *self.backend.unsupported(model_kwargs))
+        nested = self._in_progress is not None and self._in_progress() is not None
+        reasons = ("another generate of this engine is in progress",) if nested else ()
+        return (*reasons, *self.backend.unsupported(model_kwargs))
 
     def refresh(self, region: Region) -> None:
         """After a prompt and before the first step: has graphs recorded anew where memory moved unseen by them."""
@@ -319,6 +327,9 @@ class Attachment:
     def release(self) -> None:
         """`hepatch.release(engine)`: frees caches and graphs now; the next generate records again."""
         self.drop_regions()
+        # What stands in for a layer's forward is tied to its stack in a circle, which would keep the KV cache until the
+        # next collection.
+        gc.collect()
 
     def reset(self) -> None:
         """Forgets failures and what was said, reads the environment again, and lets the next generate start afresh."""

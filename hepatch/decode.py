@@ -7,6 +7,7 @@ token: a region or the original path. Whatever fails later ends in `recovery`, i
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +170,9 @@ class _Run:
         # Of this call also where a streamer releases the engine's in its middle.
         self.kv: KV | None = None
         self.state: StepState | None = None
+        self.region: Region | None = None
+        # The caller's own, where generate is called while one is handled.
+        self.handled = sys.exc_info()[1]
         self._answer: Any = None
 
     def generate(self) -> Any:
@@ -178,25 +182,29 @@ class _Run:
             # Buffers that are born under inference mode could not be written outside it;
             # and a region is compiled for one mode.
             with torch.inference_mode(False), torch.no_grad(), self.attachment.backend.serving():
-                region = self._prefill()
+                self._prefill()
                 doing = "a decode step"
-                outcome = self._decode(region)
+                outcome = self._decode()
                 doing = "reading the result"
-                region.settle()
+                self._settle()
                 if outcome.is_clean:
                     return self._result(outcome)
                 self.known = outcome.broken - 1
-        except Exception as error:  # noqa: BLE001 - whatever it is, recovery finishes the call
+        except BaseException as error:
+            if self.region is not None:
+                self.region.put_back()
+            if not isinstance(error, Exception):
+                raise
             return self._recover(error, doing)
         return self._finish_eagerly("scores that are no distribution (NaN or infinity)")
 
-    def _prefill(self) -> Region:
+    def _prefill(self) -> None:
         """Runs the prompt and chooses its token."""
         attachment, call = self.attachment, self.call
         assert call.request is not None
         region, self.lease = attachment.ready(call.request, (call.batch, call.prompt, call.max_length))
         kv, state, forward = attachment.kv, attachment.state, attachment.forward
-        self.kv, self.state = kv, state
+        self.kv, self.state, self.region = kv, state, region
         assert kv is not None
         assert state is not None
         assert forward is not None
@@ -218,7 +226,6 @@ class _Run:
             state, call.batch, attachment.settings.stop_check_steps, self.streamer, shown=call.prompt
         )
         self.known = call.prompt + 1
-        return region
 
     def _turn(self) -> None:
         """Makes the faces current that hold the whole call."""
@@ -245,9 +252,10 @@ class _Run:
         if selection.logits and logits is not None:
             self.logits.append(logits[:batch].clone())
 
-    def _decode(self, region: Region) -> Outcome:
+    def _decode(self) -> Outcome:
         """Runs steps until every row has ended or the length is reached."""
-        call, readback, lease, state = self.call, self.readback, self.lease, self.state
+        call, readback, lease, state, region = self.call, self.readback, self.lease, self.state, self.region
+        assert region is not None
         assert state is not None
         assert readback is not None
         outcome = readback.after_step()
@@ -259,6 +267,10 @@ class _Run:
             self.known += 1
             outcome = readback.after_step()
         return outcome if outcome.stops else readback.finish()
+
+    def _settle(self) -> None:
+        assert self.region is not None
+        self.region.settle()
 
     def _result(self, outcome: Outcome) -> Any:
         """What transformers would return, trimmed to where every row had ended."""
@@ -302,6 +314,8 @@ class _Run:
             ) from error
         # Where the original fails too the fault is the caller's, and what it raises is for the caller.
         needs_memory = isinstance(error, torch.OutOfMemoryError)
+        if needs_memory:
+            _let_go(error, self.handled)
         result = self._finish_eagerly(f"{doing} failed with {type(error).__name__}", needs_memory)
         attachment.fail(error, doing)
         return result
@@ -323,8 +337,9 @@ class _Run:
                 self.streamer.put(ids[:, column].cpu())
             seen = max(0, shown - certain)
         if needs_memory:
-            self.kv = self.state = self.readback = None
-            self.attachment.drop_regions()
+            self.kv = self.state = self.region = self.readback = None
+            # Freed now, not at the next collection: the original is about to need it.
+            self.attachment.release()
         with self.attachment.backend.own_layers():
             result = finish_eagerly(self.original, call, ids, self.scores[:new], self.logits[:new], seen)
         self.attachment.last_call = _last_call(call.input_ids, result, "eager", reason, self.region_steps)
@@ -377,6 +392,23 @@ def _last_call(prompt: torch.Tensor, result: Any, path: Any, reason: str | None,
         region_steps=region_steps,
         eager_steps=max(0, new - region_steps),
     )
+
+
+def _let_go(error: BaseException, callers: BaseException | None) -> None:
+    """Takes the tracebacks off an error: their frames hold what has failed, activations and KV cache among it.
+
+    Args:
+        error: what was raised in this call.
+        callers: what was handled when the call began, which ends the chain of contexts and stays as it is.
+    """
+    logger.debug("hepatch: out of memory; the traceback of that", exc_info=error)
+    chained: list[BaseException | None] = [error]
+    while chained:
+        each = chained.pop()
+        # Without a traceback it was met before: a chain may be a circle.
+        if each is not None and each is not callers and each.__traceback__ is not None:
+            each.__traceback__ = None
+            chained += [each.__cause__, each.__context__]
 
 
 def pad_rows(logits: torch.Tensor, rows: int) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Inspection(NamedTuple):
         foreign_hooks: names of modules with forward hooks that a region would have to call.
         idle_hooks: tables that hold only hooks which a step can do without.
         tensors: parameters and buffers.
-        structure: a number that changes with modules, their forwards, and the dtypes of their parameters.
+        structure: a number that changes with modules, their forwards, and the dtypes and shapes of their parameters.
     """
 
     foreign_hooks: tuple[str, ...]
@@ -173,7 +173,7 @@ def inspect_model(model: torch.nn.Module) -> Inspection:
         for parameter in module._parameters.values():
             if parameter is not None:
                 tensors.append(parameter)
-                structure.append(parameter.dtype)
+                structure.append((parameter.dtype, parameter.shape))
         tensors.extend(buffer for buffer in module._buffers.values() if buffer is not None)
     return Inspection(_names(model, foreign), idle, tensors, hash(tuple(structure)))
 

@@ -99,8 +99,9 @@ class Readback:
         self._steps = 0
         self.shown = shown
         pinned = state.device.type == "cuda"
-        self._status = torch.zeros(2, dtype=torch.long, pin_memory=pinned)
-        self._tokens = torch.zeros(batch, dtype=torch.long, pin_memory=pinned)
+        # The device is said, since torch.set_default_device may name another, where nothing can be pinned.
+        self._status = torch.zeros(2, dtype=torch.long, device="cpu", pin_memory=pinned)
+        self._tokens = torch.zeros(batch, dtype=torch.long, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
         self._pending = False
 

@@ -102,7 +102,7 @@ class Region:
 
         The guards of the layers' compilation are evaluated here, because a replay runs no host code.
         """
-        self._decoder.idle_hooks = idle_hooks
+        self._decoder.notice(idle_hooks)
         if self._signature is not None and self._signature != self._look():
             self._signature = None
             self.state.relocate()
@@ -113,6 +113,10 @@ class Region:
             self._known.clear()
         # Faces may be turned by others between calls.
         self._key = None
+
+    def put_back(self) -> None:
+        """After an interrupt, at whatever place: the model is as it was at `refresh`."""
+        self._decoder.put_back()
 
     def settle(self) -> None:
         """At the end of a call: takes note of what the recordings made in it have baked in."""

@@ -239,7 +239,7 @@ class MinimumLength:
 def load_ids(slots: torch.Tensor, ids: Sequence[int]) -> None:
     """Fills an id buffer from the front and the rest with `NO_TOKEN`."""
     padded = [*ids, *([NO_TOKEN] * (slots.shape[0] - len(ids)))]
-    slots.copy_(torch.tensor(padded, dtype=slots.dtype))
+    slots.copy_(torch.tensor(padded, dtype=slots.dtype, device=slots.device))
 
 
 class Chooser:

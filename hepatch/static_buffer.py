@@ -16,6 +16,9 @@ import math
 
 import torch
 
+# A face takes some 1.7 KiB of the host's memory, and a run of many batch sizes and lengths asks for ever new ones.
+MOST_FACES = 2048
+
 
 class StaticBuffer:
     """A flat buffer and its faces.
@@ -66,6 +69,8 @@ class StaticBuffer:
     def face(self, *shape: int, dynamic: tuple[int, ...]) -> torch.Tensor:
         """The front of the memory as a contiguous tensor; one object for each shape, until the address changes.
 
+        Past `MOST_FACES` all are made again when they are asked for; whoever has one keeps it.
+
         Args:
             shape: sizes of the face; their product is within what was reserved.
             dynamic: dimensions whose size is symbolic in a graph.
@@ -83,6 +88,8 @@ class StaticBuffer:
             raise ValueError(
                 f"a face of {list(shape)} does not fit into {self._flat.numel()} elements; reserve() comes first"
             )
+        if len(self._faces) >= MOST_FACES:
+            self._faces.clear()
         # set_, not a view: a view is recognised as one and not as static. An empty stride means contiguous.
         face = self._flat.new_empty(0).set_(self._flat.untyped_storage(), 0, shape, ())
         torch._dynamo.mark_static_address(face, guard=False)

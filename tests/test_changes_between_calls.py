@@ -123,6 +123,22 @@ def test_a_relocated_buffer_never_comes_back_to_an_address():
     assert len(seen) == len(set(seen))
 
 
+def test_faces_are_bounded(pair, monkeypatch):
+    """Ever new batch sizes and lengths do not fill the host's memory, and what is made again serves as before."""
+    from hepatch import attachments, static_buffer
+
+    monkeypatch.setattr(static_buffer, "MOST_FACES", 3)
+    for rows in (2, 3, 4, 5, 6, 2, 3):
+        prompt = engines.prompts(rows, 6, (2, 0))
+        expected = pair.oracle.generate(**prompt, **KEYWORDS)
+        assert torch.equal(expected, pair.engine.generate(**prompt, **KEYWORDS))
+        assert hepatch.report(pair.engine).last_call.path == "fused"
+
+    memory = attachments.of_engine(pair.engine).state._memory
+    assert all(len(buffer._faces) <= 3 for buffer in memory.values())
+    assert hepatch.report(pair.engine).compilations == 1
+
+
 def test_dtype_of_the_model_may_change(pair):
     """Another dtype is a new model, not a failure."""
     pair.model.double()
@@ -130,6 +146,21 @@ def test_dtype_of_the_model_may_change(pair):
 
     assert pair.agree() == "fused"
     assert hepatch.report(pair.engine).failures == ()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_vocabulary_of_the_model_may_change(family):
+    """More tokens are a new model as well, also where the embedding stays the same module."""
+    pair = Pair(family)
+    sampled = {**PROMPT, **KEYWORDS, "do_sample": True, "top_k": 1}
+    pair.engine.generate(**sampled)
+    pair.model.resize_token_embeddings(engines.VOCABULARY + 8, mean_resizing=False)
+    pair.oracle.resize_token_embeddings(engines.VOCABULARY + 8, mean_resizing=False)
+    pair.oracle.load_state_dict(pair.model.state_dict())
+
+    assert torch.equal(pair.oracle.generate(**sampled), pair.engine.generate(**sampled))
+    assert hepatch.report(pair.engine).last_call.path == "fused"
+    assert pair.agree() == "fused"
 
 
 def test_what_the_callers_streamer_raises_is_the_callers(pair):

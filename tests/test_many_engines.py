@@ -135,6 +135,31 @@ class TestTwoEngines:
         assert [buffer() for buffer in buffers if buffer() is not None] == []
 
 
+def test_releasing_gives_memory_back_at_once():
+    """Neither a cycle nor anything that the compiler keeps holds the KV cache, nor weights once the engine is gone."""
+    actor = Actor(engines.build_model("llama", seed=4))
+    actor.agree(**asked(actor, 0))
+    cache = attachments.of_model(actor.model).kv
+    held = [weakref.ref(buffer._flat) for layer in cache._layers for buffer in (layer.keys, layer.values)]
+    del cache
+    gc.collect()
+    gc.disable()
+    try:
+        hepatch.release(actor.engine)
+    finally:
+        gc.enable()
+
+    assert [each() for each in held] == [None] * len(held)
+
+    actor.agree(**asked(actor, 0))
+    weights = [weakref.ref(parameter) for parameter in actor.model.parameters()]
+    actor.engine.destroy()
+    del actor
+    gc.collect()
+
+    assert [each() for each in weights if each() is not None] == []
+
+
 def test_deep_copy_is_an_ordinary_model():
     """A copy of a module that has generated answers with its own weights, is attached to nothing, and stays eager."""
     actor = Actor(engines.build_model("llama"), lr=0.05)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from hepatch import decode, sampling
+from hepatch.readback import Readback
 from tests import engines
 from tests.agreement import Actor, assert_same_tokens
 
@@ -229,6 +231,30 @@ def test_custom_processor_and_criterion_are_obeyed(actor):
 
         assert_same_tokens(expected, got)
         assert not torch.equal(got, actor.agree(**prompt, max_new_tokens=NEW))
+
+
+def test_default_device_is_the_callers(actor):
+    """Nothing of a call is made where `torch.set_default_device` points; on "meta" nothing could be read back."""
+    prompt = engines.prompts(2, 6, (2, 0), seed=18)
+    end = new_tokens(actor, prompt)[0, 3].item()
+    asked = {**prompt, "max_new_tokens": NEW, "eos_token_id": [end, end + 1]}
+    call = actor.agree(**asked)
+    readback = Readback
+
+    def elsewhere(*args, **kwargs):
+        with torch.device("meta"):
+            return readback(*args, **kwargs)
+
+    load = sampling.load_ids
+
+    def load_elsewhere(*args):
+        with torch.device("meta"):
+            load(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(decode, "Readback", elsewhere)
+        patched.setattr(sampling, "load_ids", load_elsewhere)
+        assert torch.equal(call, actor.agree(**asked))
 
 
 def test_result_is_the_callers(actor):

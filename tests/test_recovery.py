@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import sys
+import weakref
 
 import pytest
 import torch
 
 import hepatch
-from hepatch import attachments, region
+from hepatch import attachments, decode, region
 from hepatch.backends import native
 from hepatch.errors import FailedError
 from tests import engines
@@ -316,6 +319,50 @@ def test_interrupt_is_the_users(actor, fail, prompt):
     actor.agree(**prompt, max_new_tokens=NEW)
 
 
+def test_interrupt_between_two_states_of_the_model(actor, prompt):
+    """Ctrl-C may hit while a step puts layers, attention and hooks back: they are back all the same, for good."""
+    asked = {**prompt, "max_new_tokens": 3}
+    expected = actor.agree(**asked)
+    layers = [module for module in actor.model.modules() if "Layer" in type(module).__name__]
+    tables = [module._forward_pre_hooks for module in actor.model.modules()]
+    hooks = [dict(table) for table in tables]
+    implementation = actor.model.config._attn_implementation
+    watched = {"opaque", "put_back", "chosen", "held", "without_hooks", "in_use"}
+    reached = 0
+
+    def interrupt(frame, event, _):
+        nonlocal reached
+        if frame.f_code.co_name not in watched or not frame.f_globals["__name__"].startswith("hepatch"):
+            return None
+        if event == "line":
+            reached += 1
+            if reached == at:
+                raise KeyboardInterrupt
+        return interrupt
+
+    def ends(tracer):
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            actor.generated(**asked)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.settrace(before)
+        return True
+
+    at = 1
+    while not ends(interrupt):
+        assert not any("forward" in layer.__dict__ for layer in layers), at
+        assert hooks == [dict(table) for table in tables], at
+        assert implementation == actor.model.config._attn_implementation, at
+        assert torch.equal(expected, actor.generated(**asked)), at
+        assert actor.report.last_call.path == "fused", at
+        at, reached = at + 1, 0
+
+    assert at > len(watched)
+
+
 def test_strict_raises(model, fail, prompt, monkeypatch):
     """HEPATCH_STRICT=1 turns the recovery into an error that carries its cause."""
     monkeypatch.setenv("HEPATCH_STRICT", "1")
@@ -355,3 +402,54 @@ class TestSkippedGraphs:
         assert actor.report.recordings == 0
         assert "GraphsSkipped" in actor.report.failures[0]
         assert "no CUDA graph" in actor.report.failures[0]
+
+
+@pytest.mark.parametrize("where", ["prompt", "step"])
+def test_memory_is_free_before_the_call_goes_on(actor, fail, prompt, monkeypatch, where):
+    """Out of memory: neither the cache nor what the failed forward has computed is held while transformers goes on."""
+    held = []
+
+    def exhausted(*args, **kwargs):
+        activations = torch.zeros(64, 64)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("injected here")
+
+    if where == "step":
+        fail(3, "before", torch.OutOfMemoryError)
+    else:
+        actor.generated(**prompt, max_new_tokens=NEW)
+        monkeypatch.setattr(native, "last_logits", exhausted)
+    finish = decode.finish_eagerly
+
+    def watched(*args):
+        kept.append([each() for each in held])
+        return finish(*args)
+
+    kept = []
+    prefill = native.NativeForward.prefill
+
+    def noted(forward, kv, prompt):
+        try:
+            return prefill(forward, kv, prompt)
+        finally:
+            held.extend(weakref.ref(buffer._flat) for layer in kv._layers for buffer in (layer.keys, layer.values))
+
+    def explode():
+        raise InjectedError
+
+    monkeypatch.setattr(native.NativeForward, "prefill", noted)
+    monkeypatch.setattr(decode, "finish_eagerly", watched)
+    gc.disable()
+    try:
+        explode()
+    except InjectedError as error:
+        # While the caller handles an error, which has nothing to do with ours.
+        got = actor.generated(**prompt, max_new_tokens=NEW)
+        whole = error.__traceback__ is not None
+    finally:
+        gc.enable()
+
+    assert whole
+    assert_same_tokens(actor.expected(**prompt, max_new_tokens=NEW), got)
+    assert len(kept[0]) >= 2
+    assert kept[0] == [None] * len(kept[0])

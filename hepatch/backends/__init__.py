@@ -35,8 +35,11 @@ class KV(Protocol):
 class Decoder(Protocol):
     """Single decode steps."""
 
-    idle_hooks: list[dict[int, Any]]
-    """Tables of hooks that a step does without."""
+    def notice(self, idle_hooks: list[dict[int, Any]]) -> None:
+        """Once a call, before its first step: takes note of the model as it is, hooks among it."""
+
+    def put_back(self) -> None:
+        """After an interrupt, at whatever place: the model is as it was noticed."""
 
     def turn(self) -> None:
         """Takes the faces of the KV cache that are current."""

@@ -78,6 +78,23 @@ def chosen(config: Any) -> Iterator[None]:
         config._attn_implementation_internal = before
 
 
+def named(config: Any) -> Any:
+    """The attention that a configuration names."""
+    return getattr(config, "_attn_implementation_internal", None)
+
+
+def name_again(config: Any, before: Any) -> None:
+    """Undoes `chosen` where it could not do so itself.
+
+    Args:
+        config: of the decoder.
+        before: what `named` said.
+    """
+    if named(config) == NAME:
+        config._attn_implementation_internal = before
+    HANDOVER.stored = None
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -205,14 +205,31 @@ class Containers(Backend):
     def engine_generates(self) -> Iterator[None]:
         """Around the engine's own `generate`, which fuses LoRA weights into the model's for its length.
 
-        One within another, from a streamer, fuses them once more.
+        One within another, from a streamer, fuses them once more. Stock takes them out again only where the model's
+        generate returns; here it is done where it raises as well, or every later step would train wrong weights.
         """
-        before = self._fusions
-        self._fusions += self._has_lora()
+        engine = self._engine()
+        if engine is None or not self._has_lora():
+            yield
+            return
+        before, given = self._fusions, engine._generate
+        generate = getattr(given, "_hepatch_unfuses_after", given)
+
+        def unfuses_after_errors(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return generate(*args, **kwargs)
+            except BaseException:
+                engine.unfuse_lora_weight()
+                raise
+
+        unfuses_after_errors.__dict__["_hepatch_unfuses_after"] = generate
+        self._fusions += 1
+        engine._generate = unfuses_after_errors
         try:
             yield
         finally:
             self._fusions = before
+            engine._generate = given
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:

@@ -90,6 +90,24 @@ class LayerCalls:
         self.returns: dict[int, tuple[Any, ...]] = {}
 
 
+class _Runs:
+    """What the compiled layers of a stack and the stack tell each other.
+
+    Apart from the stack, because Dynamo keeps every backend that it was ever given until it is reset: one that reached
+    the stack would keep weights and KV cache alive for good.
+
+    Attributes:
+        ran: a layer has run.
+        probing: what stands for a layer's output while only guards are evaluated; None at other times.
+        found: what a recording would bake in, of each layer that was probed.
+    """
+
+    def __init__(self) -> None:
+        self.ran = False
+        self.probing: torch.Tensor | None = None
+        self.found: list[tuple[Any, ...]] = []
+
+
 class LayerStack:
     """The decoder layers of a model, callable as ops.
 
@@ -118,9 +136,7 @@ class LayerStack:
         self._probes: dict[int, _Probe] = {}
         self._run: Callable[..., Any] = run_layer
         self._exact = False
-        self._found: list[tuple[Any, ...]] = []
-        self._ran = False
-        self._probing: torch.Tensor | None = None
+        self._runs = _Runs()
         self.handle = next(_handles)
         _stacks[self.handle] = self
         self._calls = [types.MethodType(_caller(self, state, index), layer) for index, layer in enumerate(self._layers)]
@@ -134,8 +150,12 @@ class LayerStack:
                 layer.__dict__["forward"] = call
             yield
         finally:
-            for layer in self._layers:
-                layer.__dict__.pop("forward", None)
+            self.put_back()
+
+    def put_back(self) -> None:
+        """The model's layers are its own."""
+        for layer in self._layers:
+            layer.__dict__.pop("forward", None)
 
     def turn(self) -> None:
         """Takes the faces of the KV cache that are current."""
@@ -163,7 +183,7 @@ class LayerStack:
         """
         self._exact = exact
         compiler = torch._dynamo.lookup_backend(backend)
-        serial = itertools.count()
+        serial, runs = itertools.count(), self._runs
 
         def tagged(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
@@ -173,12 +193,12 @@ class LayerStack:
             tag = next(serial)
 
             def run(*values: Any) -> Any:
-                if self._probing is None:
-                    self._ran = True
+                if runs.probing is None:
+                    runs.ran = True
                     return compiled(*values)
                 # Only the guards were wanted, and what a recording would bake in; any tensor will do for an output.
-                self._found.append((tag, *(_frozen(value) for value in values)))
-                return (self._probing,)
+                runs.found.append((tag, *(_frozen(value) for value in values)))
+                return (runs.probing,)
 
             return run
 
@@ -223,23 +243,23 @@ class LayerStack:
         Dynamo's guards are evaluated and nothing is launched. The faces of the KV cache must be those of the last
         `run`, and the cache's layers turned to them.
         """
-        self._found.clear()
+        self._runs.found.clear()
         # Guards see the dispatcher's state, so it has to be what it is in the body of an op.
         with probes.below_autograd():
             for index, inputs in enumerate(self._inputs):
                 known = self._probes.get(index)
                 if known is None or known.inputs != inputs:
                     known = self._probes[index] = self._probe(index, inputs)
-                self._probing = known.output
+                self._runs.probing = known.output
                 try:
                     self._run(*known.call)
                 finally:
-                    self._probing = None
-        return hash(tuple(self._found))
+                    self._runs.probing = None
+        return hash(tuple(self._runs.found))
 
     def take_ran(self) -> bool:
         """Whether a layer has run from the host since this was last asked; a replay runs none."""
-        ran, self._ran = self._ran, False
+        ran, self._runs.ran = self._runs.ran, False
         return ran
 
     def _probe(self, index: int, inputs: tuple[_Input, ...]) -> _Probe:

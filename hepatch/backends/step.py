@@ -35,6 +35,26 @@ def without_hooks(tables: list[dict[int, Any]]) -> Iterator[None]:
         yield
 
 
+class Undisturbed:
+    """What a model's steps do without or replace, as it is between them.
+
+    A step puts it back itself, unless Ctrl-C or a signal's handler hits while it does; what then stayed replaced is the
+    user's model, whose next forward would be wrong without a word.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def notice(self, tables: list[dict[int, Any]]) -> None:
+        """Takes note of tables of hooks, once a call, before its first step."""
+        self._hooks = [(table, dict(table)) for table in tables]
+
+    def put_back(self) -> None:
+        """Fills them again where they were emptied."""
+        for table, hooks in self._hooks:
+            table.update(hooks)
+
+
 def last_logits(output: Any) -> torch.Tensor:
     """The logits of the last position, `[batch, vocabulary]`."""
     logits: torch.Tensor = output.logits

@@ -187,6 +187,29 @@ class TestLora:
         for name, value in actor.model.state_dict().items():
             torch.testing.assert_close(value, before[name])
 
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_weights_are_as_before_after_an_error(self, actor: Any, error: type[BaseException], nested: bool) -> None:
+        """What a streamer raises leaves the engine's generate, and the adapter must not stay in the weights."""
+        before = {name: value.clone() for name, value in actor.model.state_dict().items()}
+        asked = {**engines.prompts(1, 7), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
+
+        class Stops(engines.Streamed):
+            def put(self, value: torch.Tensor) -> None:
+                super().put(value)
+                if len(self.shown) == 3 and nested and not inner.shown:
+                    actor.engine.generate(**asked, streamer=inner)
+                if len(self.shown) == 4:
+                    raise error
+
+        inner = Stops()
+        with pytest.raises(error):
+            actor.engine.generate(**asked, streamer=Stops())
+
+        for name, value in actor.model.state_dict().items():
+            torch.testing.assert_close(value, before[name])
+        actor.agree(**engines.prompts(2, 7, (2,)), max_new_tokens=6)
+
 
 def test_a_wrapped_projection_is_not_admitted(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another library's adapter lies beside the weight that a container reads: the container would leave it out."""
