@@ -16,7 +16,7 @@ import math
 
 import torch
 
-# A face takes some 1.7 KiB of the host's memory, and a run of many batch sizes and lengths asks for ever new ones.
+# A face takes one or two KiB of the host's memory, and a run of many batch sizes and lengths asks for ever new ones.
 MOST_FACES = 2048
 
 
