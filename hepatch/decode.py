@@ -204,7 +204,7 @@ class _Run:
         assert call.request is not None
         region, self.lease = attachment.ready(call.request, (call.batch, call.prompt, call.max_length))
         kv, state, forward = attachment.kv, attachment.state, attachment.forward
-        self.kv, self.state, self.region = kv, state, region
+        self.kv, self.state = kv, state
         assert kv is not None
         assert state is not None
         assert forward is not None
@@ -212,6 +212,8 @@ class _Run:
         self._turn()
         with ranges.prompt(call.batch, call.prompt):
             last = forward.prefill(kv, prompt)
+        # Not sooner: it knows the model of an earlier call until then, and would put back what is no longer there.
+        self.region = region
         attachment.refresh(region)
         self._turn()
         state.begin(prompt.ids, prompt.mask, prompt.positions, call.request.ignored)
