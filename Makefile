@@ -55,7 +55,7 @@ test: $(INSTALLED)
 test-kernels: $(INSTALLED)
 	$(BIN)/nox --tags containers
 
-# The releases lie in build/matrix and are fetched once. `make matrix CELLS="-k 4.57.6"` runs some of them.
+# The releases lie in build/matrix and are fetched once. `make matrix CELLS="--tags transformers-4.57.6"` runs some of them.
 matrix: $(INSTALLED)
 	$(BIN)/nox $(CELLS)
 	$(BIN)/python -m matrix.table

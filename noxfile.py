@@ -21,7 +21,13 @@ from matrix.pairs import IN_CI, NEWEST_PAIR, PAIRS, WITH_CONTAINERS, Pair
 
 nox.options.default_venv_backend = "none"
 
-CELLS = [nox.param(pair, id=pair.name, tags=["ci"] if pair in IN_CI else []) for pair in (*PAIRS, NEWEST_PAIR)]
+
+def tags(pair: Pair) -> list[str]:
+    """Names by which cells are chosen: `--tags transformers-4.57.6`, `--tags ci`."""
+    return [f"deepspeed-{pair.deepspeed}", f"transformers-{pair.transformers}", *(["ci"] if pair in IN_CI else [])]
+
+
+CELLS = [nox.param(pair, id=pair.name, tags=tags(pair)) for pair in (*PAIRS, NEWEST_PAIR)]
 
 
 @nox.session

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from matrix import cell, hosts, results, table, verdict
 from matrix.pairs import IN_CI, NEWEST_TORCH, PAIRS, TORCH, Pair
 
+ROOT = Path(__file__).resolve().parents[1]
 DEEPSPEED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
 TRANSFORMERS = ("4.44.2", "4.48.3", "4.57.6", "5.0.0", "5.17.0", "5.24.0")
 RECORDED = results.read()
@@ -31,6 +35,16 @@ class TestPairs:
 
     def test_newest_torch_is_tried_once(self):
         assert [pair.torch for pair in PAIRS if pair.torch != TORCH] == [NEWEST_TORCH]
+
+    def test_the_readmes_command_chooses_the_cells_that_it_names(self):
+        (chosen,) = re.findall(r'make matrix CELLS="([^"]+)"', (ROOT / "README.md").read_text(encoding="utf-8"))
+        command = [sys.executable, "-m", "nox", "--list", *chosen.split()]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+        version = chosen.split("-")[-1]
+
+        assert re.findall(r"^\* matrix\(([^)]+)\)", listed, flags=re.MULTILINE) == [
+            pair.name for pair in PAIRS if pair.transformers == version
+        ]
 
     def test_ci_covers_both_ways_of_decoding(self):
         """An eager pair and a native one."""
