@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import summary
-from benchmarks.summary import verdict
 from hepatch.bench import tables
 from hepatch.bench.client import Place
 from hepatch.bench.run import Plan, Run
@@ -94,12 +93,12 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     # A region changes nothing in a training step; a slower one would be a fault, a faster one is noise.
     slower = None if train is None else 1.0 / train - 1.0
     return [
-        verdict("generate, over eager", ">= 3.0", generate, generate is not None and generate >= 3.0),
-        verdict("iteration, over eager", ">= 2.0", iteration, iteration is not None and iteration >= 2.0),
-        verdict("train step, slower by", "<= 0.03", slower, slower is not None and slower <= 0.03),
-        verdict("first_call_s: compile, record, answer", "<= 12.0", first, first is not None and first <= 12.0),
-        verdict("extra_mib", "<= 132.0", extra, extra is not None and extra <= 132.0),
-        verdict("tokens identical", "all", tokens[0], tokens[0] is not None and tokens[0] == tokens[1]),
+        summary.verdict("generate, over eager", ">= 3.0", generate, generate is not None and generate >= 3.0),
+        summary.verdict("iteration, over eager", ">= 2.0", iteration, iteration is not None and iteration >= 2.0),
+        summary.verdict("train step, slower by", "<= 0.03", slower, slower is not None and slower <= 0.03),
+        summary.verdict("first_call_s: compile, record, answer", "<= 12.0", first, first is not None and first <= 12.0),
+        summary.verdict("extra_mib", "<= 132.0", extra, extra is not None and extra <= 132.0),
+        summary.verdict("tokens identical", "all", tokens[0], tokens[0] is not None and tokens[0] == tokens[1]),
     ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import mixed, summary
 from hepatch.bench.client import Place, Stage, Worker
+from hepatch.bench.run import in_turn
 from hepatch.bench.spread import machine, spread
 from hepatch.bench.workload import Workload
 
@@ -135,8 +136,7 @@ class Run:
         times: dict[str, dict[str, list[float]]] = {name: {"generate": [], "prefill": []} for name in names}
         with self.stage("timed calls"):
             for turn in range(self.options.rounds):
-                first = turn % len(names)
-                for name in names[first:] + names[:first]:
+                for name in in_turn(names, turn):
                     times[name]["generate"].append(self.workers[name].ask("generate"))
                     times[name]["prefill"].append(self.workers[name].ask("generate", 1))
         for name in names:

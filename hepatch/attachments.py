@@ -82,7 +82,6 @@ class Attachment:
         self._eager_calls_left = 0
         self._in_progress: weakref.ref[_CallInProgress] | None = None
         self.lock = threading.RLock()
-        self._no_containers = ownership.obstacle_of(engine)
         self.backend = ownership.backend_of(engine, self.model)
         self.forward: Forward | None = self.backend.forward
         self._static_cache = self.backend.obstacle()
@@ -124,7 +123,6 @@ class Attachment:
             causal_lm=self.model is not None,
             model_name=self.name,
             static_cache=self._static_cache if self.model is not None else None,
-            no_kernels=self._no_containers if self.settings.backend == "kernels" else None,
             hooks=foreign_hooks,
             max_positions=None if self.model is None else probes.max_positions(self.model),
             weights_offloaded=probes.weights_offloaded(engine, self._tensors),
@@ -139,7 +137,7 @@ class Attachment:
             call=call,
             **{
                 **probes.engine_facts(engine),
-                **self.backend.facts(None if call is None else call.rows, self._tensors),
+                **self.backend.facts(None if call is None else call.rows, self._tensors, self.settings),
             },
         )
 

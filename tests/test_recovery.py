@@ -327,7 +327,7 @@ def test_interrupt_between_two_states_of_the_model(actor, prompt):
     tables = [module._forward_pre_hooks for module in actor.model.modules()]
     hooks = [dict(table) for table in tables]
     implementation = actor.model.config._attn_implementation
-    watched = {"opaque", "put_back", "chosen", "held", "without_hooks", "in_use"}
+    watched = {"opaque", "put_back", "chosen", "held", "emptied", "in_use"}
     reached = 0
 
     def interrupt(frame, event, _):

@@ -33,14 +33,15 @@ class Backend(ABC):
         """Why the model cannot be decoded by this backend at all; None where it can, as far as is known."""
         return None
 
-    def facts(self, rows: int | None, weights: list[torch.Tensor]) -> dict[str, Any]:
+    @abstractmethod
+    def facts(self, rows: int | None, weights: list[torch.Tensor], settings: Settings) -> dict[str, Any]:
         """Fields of `Facts` that are for this backend to say.
 
         Args:
             rows: of the call; None where there is none.
             weights: the model's, as they are now.
+            settings: of the engine.
         """
-        return {}
 
     def unsupported(self, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Why a call is no plain decode step here, one phrase a reason.

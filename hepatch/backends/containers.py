@@ -71,7 +71,7 @@ class Containers(Backend):
         engine.__dict__["workspace"] = self._first.module.workspace
         self.resume()
 
-    def facts(self, rows: int | None, weights: list[torch.Tensor]) -> dict[str, Any]:
+    def facts(self, rows: int | None, weights: list[torch.Tensor], settings: Settings) -> dict[str, Any]:
         """DeepSpeed's containers count as none: they stand in for no layer but within a call that a region serves."""
         return {
             "containers": 0,

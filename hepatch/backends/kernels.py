@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hepatch import kernel_probes, probes
-from hepatch.backends.step import Undisturbed, last_logits, without_hooks
+from hepatch.backends.step import IdleHooks, last_logits
 from hepatch.ledger import PositionLedger
 
 if TYPE_CHECKING:
@@ -359,18 +359,16 @@ class KernelsDecoder:
         self._state = state
         self._heads, _ = probes.attention_heads(forward.model)
         self._layers = len(forward.stack.containers)
-        self._undisturbed = Undisturbed()
-        self.notice(probes.inspect_model(forward.model).idle_hooks)
+        self._hooks = IdleHooks(probes.inspect_model(forward.model).idle_hooks)
 
     def notice(self, idle_hooks: list[dict[int, Any]]) -> None:
         """Takes note of hooks."""
-        self._idle_hooks = idle_hooks
-        self._undisturbed.notice(idle_hooks)
+        self._hooks.notice(idle_hooks)
 
     def put_back(self) -> None:
         """The model runs its own layers and has its hooks, wherever a step was left."""
         self._forward.stack.step_aside()
-        self._undisturbed.put_back()
+        self._hooks.put_back()
 
     def turn(self) -> None:
         """Nothing: there are no faces."""
@@ -396,7 +394,7 @@ class KernelsDecoder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """To be held around every `step`, traced or compiled."""
-        with self._forward.stack.opaque(), without_hooks(self._idle_hooks):
+        with self._forward.stack.opaque(), self._hooks.emptied():
             yield
 
     def step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

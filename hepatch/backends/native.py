@@ -22,7 +22,7 @@ from hepatch import probes
 from hepatch.backends import attention
 from hepatch.backends.layers import LayerCalls, LayerStack
 from hepatch.backends.static_kv import StaticKV
-from hepatch.backends.step import StepView, Undisturbed, last_logits, without_hooks
+from hepatch.backends.step import IdleHooks, StepView, last_logits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,9 +224,8 @@ class Decoder:
         self._forward = forward
         self._state = state
         self._config = probes.text_config(forward.model)
-        # Hooks that a step does without; they may come and go between calls, and Dynamo would trace them.
-        self._undisturbed = Undisturbed()
-        self.notice(probes.inspect_model(forward.model).idle_hooks)
+        self._attention = attention.named(self._config)
+        self._hooks = IdleHooks(probes.inspect_model(forward.model).idle_hooks)
         own = forward.own_attention
         layers = range(len(kv.keys))
         self._layers = [DecodeLayer(kv, index, state, own) for index in layers]
@@ -240,8 +239,7 @@ class Decoder:
 
     def notice(self, idle_hooks: list[dict[int, Any]]) -> None:
         """Takes note of hooks, and of the attention that the configuration names."""
-        self._idle_hooks = idle_hooks
-        self._undisturbed.notice(idle_hooks)
+        self._hooks.notice(idle_hooks)
         self._attention = attention.named(self._config)
 
     def put_back(self) -> None:
@@ -249,7 +247,7 @@ class Decoder:
         if self.stack is not None:
             self.stack.put_back()
         attention.name_again(self._config, self._attention)
-        self._undisturbed.put_back()
+        self._hooks.put_back()
 
     def turn(self) -> None:
         """Takes the faces of the KV cache that are current."""
@@ -288,7 +286,7 @@ class Decoder:
                 replaced.enter_context(attention.chosen(self._config))
             if self.stack is not None:
                 replaced.enter_context(self.stack.opaque())
-            replaced.enter_context(without_hooks(self._idle_hooks))
+            replaced.enter_context(self._hooks.emptied())
             yield
 
     def step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,10 @@ class OwnLayers(Backend):
             return obstacle
         return f"{obstacle}, and {self._no_containers}"
 
+    def facts(self, rows: int | None, weights: list[torch.Tensor], settings: Settings) -> dict[str, Any]:
+        """Why there are no containers, where they were asked for."""
+        return {"no_kernels": self._no_containers if settings.backend == "kernels" else None}
+
     def moving_memory(self, kv: KV, weights: list[torch.Tensor]) -> Hashable:
         """Weights stay where they are over optimizer steps, move with `offload_states`; the cache moves as it grows."""
         return kv.generation, probes.addresses(weights)

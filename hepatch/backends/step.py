@@ -25,33 +25,35 @@ class StepView:
     mask: torch.Tensor | None = None
 
 
-@contextlib.contextmanager
-def without_hooks(tables: list[dict[int, Any]]) -> Iterator[None]:
-    """Empties tables of hooks for a while: a step does without them, and Dynamo would trace them."""
-    with contextlib.ExitStack() as emptied:
-        for table in tables:
-            emptied.callback(table.update, dict(table))
-            table.clear()
-        yield
+class IdleHooks:
+    """Tables of hooks that a model's steps do without; they may come and go between calls.
 
+    A step fills them again itself, unless Ctrl-C or a signal's handler hits while it does; what then stayed empty is
+    the user's model, whose next forward would be wrong without a word.
 
-class Undisturbed:
-    """What a model's steps do without or replace, as it is between them.
-
-    A step puts it back itself, unless Ctrl-C or a signal's handler hits while it does; what then stayed replaced is the
-    user's model, whose next forward would be wrong without a word.
+    Args:
+        tables: as they are now.
     """
 
-    def __init__(self) -> None:
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    def __init__(self, tables: list[dict[int, Any]]) -> None:
+        self.notice(tables)
 
     def notice(self, tables: list[dict[int, Any]]) -> None:
-        """Takes note of tables of hooks, once a call, before its first step."""
-        self._hooks = [(table, dict(table)) for table in tables]
+        """Takes note of the tables, once a call, before its first step."""
+        self._noticed = [(table, dict(table)) for table in tables]
+
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Empties the tables for a while: a step does without them, and Dynamo would trace them."""
+        with contextlib.ExitStack() as filled_again:
+            for table, _ in self._noticed:
+                filled_again.callback(table.update, dict(table))
+                table.clear()
+            yield
 
     def put_back(self) -> None:
-        """Fills them again where they were emptied."""
-        for table, hooks in self._hooks:
+        """Fills the tables again where they stayed empty."""
+        for table, hooks in self._noticed:
             table.update(hooks)
 
 

@@ -341,6 +341,10 @@ class Run:
 
     def _in_turn(self, turn: int) -> list[str]:
         """The systems that have not failed, another one first each turn."""
-        names = list(self.live)
-        first = turn % len(names) if names else 0
-        return names[first:] + names[:first]
+        return in_turn(list(self.live), turn)
+
+
+def in_turn(names: list[str], turn: int) -> list[str]:
+    """The names, another one first each turn, so that none always follows the same."""
+    first = turn % len(names) if names else 0
+    return names[first:] + names[:first]

@@ -338,13 +338,7 @@ class Native(System):
     def build(self) -> None:
         """As the base class; raises NotServedError where hepatch says already now that it will serve no call."""
         super().build()
-        self._require_no_refusal()
-
-    def _require_no_refusal(self) -> None:
-        refusals = self.report()["refusals"]
-        if refusals:
-            refused = "; ".join(f"[{refusal['rule']}] {refusal['reason']}" for refusal in refusals)
-            raise NotServedError(f"refused: {refused}")
+        _require_no_refusal(self.report())
 
     def generate(self, batch: Batch, **arguments: Any) -> torch.Tensor:
         """The engine's `generate`.
@@ -357,7 +351,7 @@ class Native(System):
         last = report["last_call"]
         wanted = arguments["max_new_tokens"] > 1
         if last is None or last["path"] == "eager" or (wanted and last["eager_steps"] > 1):
-            self._require_no_refusal()
+            _require_no_refusal(report)
             self._fallbacks.append("no call was seen" if last is None else _left(last))
         return tokens
 
@@ -378,6 +372,12 @@ class Native(System):
     def fallbacks(self) -> list[str]:
         """As the base class."""
         return list(self._fallbacks)
+
+
+def _require_no_refusal(report: Mapping[str, Any]) -> None:
+    if report["refusals"]:
+        refused = "; ".join(f"[{refusal['rule']}] {refusal['reason']}" for refusal in report["refusals"])
+        raise NotServedError(f"refused: {refused}")
 
 
 def _left(last: Mapping[str, Any]) -> str:

@@ -196,9 +196,10 @@ def end_tokens(workload: Workload, answers: Sequence[Sequence[int]]) -> tuple[in
     wanted = [draw.randrange(len(row)) for row in answers]
     # By token, the step at which each row has it for the first time; its last step where the row never has it.
     lasts = [len(row) - 1 for row in answers]
+    places = [{token: step for step, token in reversed(list(enumerate(row)))} for row in answers]
     firsts = {
-        token: [row.index(token) if token in row else last for row, last in zip(answers, lasts, strict=True)]
-        for token in sorted({token for row in answers for token in row})
+        token: [place.get(token, last) for place, last in zip(places, lasts, strict=True)]
+        for token in sorted(set().union(*places))
     }
 
     def distance(ends: list[int]) -> int:
