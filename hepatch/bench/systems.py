@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hepatch.report import LastCall
+
 
 _FEW_TOKENS = 4
 
@@ -347,13 +349,19 @@ class Native(System):
             NotServedError: a guard refused the call, so that no time of it would be hepatch's.
         """
         tokens: torch.Tensor = self.engine.generate(batch.ids, attention_mask=batch.mask, **arguments)
-        report = self.report()
-        last = report["last_call"]
+        # Not the whole report: that looks the model and the allocator's blocks over, within what is timed.
+        last = self._last_call()
         wanted = arguments["max_new_tokens"] > 1
-        if last is None or last["path"] == "eager" or (wanted and last["eager_steps"] > 1):
-            _require_no_refusal(report)
+        if last is None or last.path == "eager" or (wanted and last.eager_steps > 1):
+            _require_no_refusal(self.report())
             self._fallbacks.append("no call was seen" if last is None else _left(last))
         return tokens
+
+    def _last_call(self) -> LastCall | None:
+        from hepatch import attachments
+
+        attachment = attachments.of_engine(self.engine)
+        return None if attachment is None else attachment.last_call
 
     def report(self) -> dict[str, Any]:
         """What hepatch reports on this engine, as plain data."""
@@ -380,11 +388,11 @@ def _require_no_refusal(report: Mapping[str, Any]) -> None:
         raise NotServedError(f"refused: {refused}")
 
 
-def _left(last: Mapping[str, Any]) -> str:
+def _left(last: LastCall) -> str:
     """How a call left its region."""
-    if last["path"] == "eager":
-        return f"eager: {last['reason']}"
-    return f"{last['eager_steps'] - 1} of its steps ran outside the region"
+    if last.path == "eager":
+        return f"eager: {last.reason}"
+    return f"{last.eager_steps - 1} of its steps ran outside the region"
 
 
 class Kernels(Native):
