@@ -8,11 +8,14 @@ behind `--` goes to `hepatch bench`: `python -m benchmarks.record seed -- --buil
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+from hepatch.commands.bench import EXIT_INTERRUPTED
 
 WORKLOADS = ("seed", "long", "variable")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -26,8 +29,24 @@ def command(workload: str, folder: Path, more: list[str]) -> list[str]:
     return [sys.executable, "-m", "hepatch", "bench", "--workload", workload, *more, *files]
 
 
+def run(words: list[str]) -> int:
+    """Runs a command to its end and returns its exit status.
+
+    An interrupt is left to the command, which ends with what it has measured: a terminal sends Ctrl-C to both, a time
+    limit may send SIGTERM to this process alone.
+    """
+    process = subprocess.Popen(words)
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs what was asked for, one after another; 1 if one of them had no result."""
+    """Runs what was asked for, one after another, until one is interrupted; 1 if one of them had no result."""
     given = list(sys.argv[1:] if words is None else words)
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -35,7 +54,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results; it is made if missing")
     options, more = parser.parse_args(given[:split]), given[split + 1 :]
     options.out.mkdir(parents=True, exist_ok=True)
-    codes = [subprocess.run(command(name, options.out, more), check=False).returncode for name in options.workloads]
+    codes = []
+    for name in options.workloads:
+        codes.append(run(command(name, options.out, more)))
+        if codes[-1] == EXIT_INTERRUPTED:
+            return EXIT_INTERRUPTED
     return int(any(codes))
 
 

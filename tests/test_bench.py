@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,25 +70,36 @@ def row(result: dict[str, Any], system: str, batch: int = 3) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_is_ended_early_keeps_what_it_has(tmp_path: Path) -> None:
-    """As a time limit ends it, which must not cost what was measured."""
-    words = ["--tiny", "--device", "cpu", "--system", "static-cache", "--rounds", "1000", "--json", "result.json"]
+@pytest.mark.parametrize(
+    "command",
+    [("hepatch", "bench", "--json", "result.json"), ("benchmarks.record", "seed", "long", "--out", ".", "--")],
+    ids=["bench", "record"],
+)
+def test_a_run_that_is_ended_early_keeps_what_it_has(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """As `timeout` ends it, with a signal to the process and one to its group: what was measured is not lost."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "hepatch", "bench", *words],
+        [
+            *(sys.executable, "-u", "-m", *command),
+            *("--tiny", "--device", "cpu", "--system", "static-cache", "--rounds", "1000"),
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     with process.stdout as printed:
         for line in printed:
             if "round 2 of" in line:
                 process.terminate()
+                os.killpg(process.pid, signal.SIGTERM)
                 break
         rest = printed.read()
     assert 130 == process.wait(timeout=60)
-    result = json.loads((tmp_path / "result.json").read_text())
+    # One: the workload that would have come next was not begun.
+    (kept,) = tmp_path.glob("*.json")
+    result = json.loads(kept.read_text())
 
     assert result["interrupted"]
     assert "Interrupted" in rest
@@ -175,6 +187,19 @@ def test_a_picture_of_one_batch_still_has_a_floor(result: dict[str, Any], tmp_pa
     picture.draw(result, tmp_path / "one.svg")
 
     assert (tmp_path / "one.svg").stat().st_size > 10_000
+
+
+def test_a_picture_has_room_for_a_last_system_that_failed(result: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    row(result, "native")["failure"] = "refused"
+    axes = Figure().subplots()
+
+    picture._generate(axes, [one for one in result["rows"] if one["failure"] is None], result)
+
+    low, high = axes.get_ylim()
+    assert low < min(axes.get_yticks()) - 0.3
+    assert high > max(axes.get_yticks()) + 0.3
 
 
 def measured(**more: Any) -> SystemRun:

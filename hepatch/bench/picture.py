@@ -118,6 +118,8 @@ def _generate(axes: Axes, measured: list[Any], result: Mapping[str, Any]) -> Non
         axes.text(times["max"] + most * 0.02, place, f"{times['median']:.0f} ms  {claim}", va="center", fontsize=9)
     axes.set_yticks(range(len(shown)), [row["title"] for row in reversed(shown)], fontsize=9)
     axes.set_xlim(0, most * _ROOM_FOR_LABELS)
+    # Not left to matplotlib, which looks at bars alone and would cut off the text of a system that has none.
+    axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlabel("ms per generate, median; whiskers: least and most")
     axes.set_title(f"Whole generate, batch {rows_wanted}; over the unpatched engine", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)

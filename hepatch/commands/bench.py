@@ -110,8 +110,16 @@ def bench(
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A time limit or a job scheduler ends a run as Ctrl-C does: with what was measured."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """A time limit or a job scheduler ends a run as Ctrl-C does: with what was measured.
+
+    Once: `timeout` sends SIGTERM to a process and to its group, and the second must not end what the first began.
+    """
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
