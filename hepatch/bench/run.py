@@ -304,8 +304,7 @@ class Run:
         together = [name for name in self.plan.train_in_turns if name in self.systems]
         wanted = self.workload.trains and self.plan.iterations > 0
         # First those whose comparison is asked for: the time may not be enough for all.
-        order = sorted(self.systems, key=lambda name: name not in (Unpatched.name, *OURS))
-        for name in (name for name in order if name not in together):
+        for name in sorted(self.systems.keys() - together, key=[Unpatched.name, *OURS, *self.systems].index):
             with self.step(f"{SYSTEMS[name].title}: RLHF iterations"):
                 if wanted and remaining(self.deadline) > 0:
                     self._ask(name, "use", rows)

@@ -350,20 +350,16 @@ class Native(System):
         Raises:
             NotServedError: a guard refused the call, so that no time of it would be hepatch's.
         """
+        from hepatch import attachments
+
         tokens: torch.Tensor = self.engine.generate(batch.ids, attention_mask=batch.mask, **arguments)
         # Not the whole report: that looks the model and the allocator's blocks over, within what is timed.
-        last = self._last_call()
+        last = attachments.attach(self.engine).last_call
         wanted = arguments["max_new_tokens"] > 1
         if last is None or last.path == "eager" or (wanted and last.eager_steps > 1):
             _require_no_refusal(self.report())
             self._fallbacks.append("no call was seen" if last is None else _left(last))
         return tokens
-
-    def _last_call(self) -> LastCall | None:
-        from hepatch import attachments
-
-        attachment = attachments.of_engine(self.engine)
-        return None if attachment is None else attachment.last_call
 
     def report(self) -> dict[str, Any]:
         """What hepatch reports on this engine, as plain data."""
